@@ -1,0 +1,84 @@
+"""Orbax checkpoints: the same weights as an OCDBT store that restores straight onto a mesh."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from k3jax.config import K3Config
+from k3jax.distributed.sharding import named_sharding
+from k3jax.errors import CheckpointError
+from k3jax.models.k3 import K3Model
+
+STORE = "orbax"  # folder of the weights beside config.json
+
+
+def is_orbax(path) -> bool:
+    """Whether a folder was written by `save_orbax`."""
+    return (pathlib.Path(path) / STORE).is_dir()
+
+
+def save_orbax(model: K3Model, path) -> None:
+    """Writes config.json and the weights, each under its dotted parameter name."""
+    path = pathlib.Path(path).absolute()
+    weights = {_dotted(key): v.get_value() for key, v in nnx.state(model).flat_state()}
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        fresh = path / f"{STORE}.partial"
+        shutil.rmtree(fresh, ignore_errors=True)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(fresh, weights)
+        shutil.rmtree(path / STORE, ignore_errors=True)
+        fresh.rename(path / STORE)
+        config = model.config.replace(dtype=model.dtype.name, vision_config=None)
+        (path / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"cannot save: {error}", file=path) from error
+
+
+def load_orbax(path, *, dtype=None, mesh=None) -> K3Model:
+    """Restores every weight directly into its sharding and dtype."""
+    path = pathlib.Path(path).absolute()
+    config = K3Config.from_pretrained(path)
+    model = K3Model(config, dtype=dtype, mesh=mesh)
+    graphdef, state = nnx.split(model)
+    targets = {
+        _dotted(key): jax.ShapeDtypeStruct(
+            variable.get_value().shape,
+            variable.get_value().dtype,
+            sharding=named_sharding(mesh, variable.get_metadata()["logical_axes"]),
+        )
+        for key, variable in state.flat_state()
+    }
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            stored = checkpointer.metadata(path / STORE).item_metadata
+            _check_names({k: tuple(stored[k].shape) for k in stored.keys()}, targets, path)
+            weights = checkpointer.restore(path / STORE, targets)
+    except CheckpointError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise many kinds for damaged stores
+        raise CheckpointError(f"the Orbax store cannot be restored: {error}", file=path) from error
+    for key, variable in state.flat_state():
+        variable.set_value(weights[_dotted(key)])
+    return nnx.merge(graphdef, state)
+
+
+def _check_names(stored: dict[str, tuple[int, ...]], targets, path) -> None:
+    for name in sorted(stored.keys() ^ targets.keys()):
+        problem = "is missing" if name in targets else "belongs to no part of the model"
+        raise CheckpointError(f"weight {problem}", file=path / STORE, tensor=name)
+    for name, target in targets.items():
+        if stored[name] != target.shape:
+            raise CheckpointError(
+                f"shape {list(stored[name])} where config.json implies {list(target.shape)}",
+                file=path / STORE,
+                tensor=name,
+            )
+
+
+def _dotted(key: tuple) -> str:
+    return ".".join(str(part) for part in key)

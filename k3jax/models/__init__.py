@@ -1,0 +1,1 @@
+"""The model's modules, from single layers to `K3Model`."""

@@ -1,0 +1,185 @@
+"""Kimi Delta Attention: a gated delta rule with a decay for every key channel.
+
+H heads, K key and V value channels (equal in every published model), W convolution taps.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from k3jax.config import K3Config
+from k3jax.distributed import collectives
+from k3jax.models.cache import Batch
+from k3jax.models.layers import Linear, parameter
+from pallas_kernels.common.functions import decay_gate, gated_rms_norm, l2_normalize
+from pallas_kernels.kda_decode import KDACache, KDAWeights, kda_decode
+from pallas_kernels.kda_prefill import kda_prefill
+from pallas_kernels.short_conv import conv_tails, short_conv
+
+
+class ShortConv(nnx.Module):
+    """Weight of a depthwise convolution, [H, d, W] float32; the last tap is the current token."""
+
+    def __init__(self, num_heads: int, head_dim: int, taps: int):
+        self.weight = parameter(
+            (num_heads, head_dim, taps), ("heads", None, None), jnp.float32, init="conv"
+        )
+
+
+class HeadNorm(nnx.Module):
+    """Weight of the gated RMSNorm over one head's channels, float32, shared by all heads."""
+
+    def __init__(self, dim: int):
+        self.weight = parameter((dim,), (None,), jnp.float32, init="ones")
+
+
+class KDA(nnx.Module):
+    """One KDA sublayer (Kimi Linear; K3 bounds the decay and widens the output gate)."""
+
+    def __init__(self, config: K3Config, dtype):
+        linear = config.linear_attn_config
+        dim, heads, width = config.hidden_size, linear.num_heads, linear.head_dim
+        inner = heads * width
+        by_head = ("heads", None)
+        self.head_dim = width
+        self.gate_lower_bound = linear.gate_lower_bound
+        self.eps = config.rms_norm_eps
+        self.q_proj = Linear(dim, inner, by_head, dtype)
+        self.k_proj = Linear(dim, inner, by_head, dtype)
+        self.v_proj = Linear(dim, inner, by_head, dtype)
+        self.q_conv1d = ShortConv(heads, width, linear.short_conv_kernel_size)
+        self.k_conv1d = ShortConv(heads, width, linear.short_conv_kernel_size)
+        self.v_conv1d = ShortConv(heads, width, linear.short_conv_kernel_size)
+        self.f_a_proj = Linear(dim, width, (None, None), dtype)
+        self.f_b_proj = Linear(width, inner, by_head, dtype)
+        self.b_proj = Linear(dim, heads, by_head, dtype)
+        self.A_log = parameter((heads,), ("heads",), jnp.float32, init="A_log")
+        self.dt_bias = parameter((heads, width), by_head, jnp.float32, init="zeros")
+        if linear.use_full_rank_gate:
+            self.g_proj = Linear(dim, inner, by_head, dtype)
+        else:
+            self.g_a_proj = Linear(dim, width, (None, None), dtype)
+            self.g_b_proj = Linear(width, inner, by_head, dtype)
+        self.full_rank_gate = linear.use_full_rank_gate
+        self.o_norm = HeadNorm(width)
+        self.o_proj = Linear(inner, dim, (None, "heads"), dtype)
+
+    def __call__(
+        self, x: Float[Array, "T D"], batch: Batch, cache: KDACache | None, layer: int, tap
+    ) -> tuple[Float[Array, "T D"], KDACache | None]:
+        """Output and updated cache; `layer` counts KDA layers. Without a cache nothing is kept."""
+        raw = self._project(x)
+        if batch.is_decode:
+            assert cache is not None, "a decode step continues a cache"
+            out, cache = kda_decode(
+                *raw,
+                self.weights(),
+                cache,
+                layer,
+                batch.slots,
+                gate_lower_bound=self.gate_lower_bound,
+                eps=self.eps,
+            )
+        else:
+            out, cache = self._prefill(raw, batch, cache, layer, tap)
+        y = self.o_proj(out.reshape(x.shape[0], -1))
+        return collectives.all_reduce(y, "tp"), cache
+
+    def weights(self) -> KDAWeights:
+        """The weights between the projections, as the kernels take them."""
+        return KDAWeights(
+            self.q_conv1d.weight[...],
+            self.k_conv1d.weight[...],
+            self.v_conv1d.weight[...],
+            self.A_log[...],
+            self.dt_bias[...],
+            self.o_norm.weight[...],
+        )
+
+    def _project(self, x):
+        """Raw q, k, v, f [T, H, d], beta [T, H] and gate [T, H, V]."""
+
+        def heads(y):
+            return y.reshape(x.shape[0], -1, self.head_dim)
+
+        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
+        return (
+            heads(self.q_proj(x)),
+            heads(self.k_proj(x)),
+            heads(self.v_proj(x)),
+            heads(self.f_b_proj(self.f_a_proj(x))),
+            self.b_proj(x),
+            heads(gate),
+        )
+
+    def _prefill(self, raw, batch: Batch, cache: KDACache | None, layer: int, tap):
+        q, k, v, f, beta, gate = raw
+        weights, segments = self.weights(), batch.segments
+        past = self._past(q, weights, batch, cache, layer)
+
+        def convolve(y, weight, tail):
+            return short_conv(y, weight, tail, segments)
+
+        checkpoints = batch.checkpoints
+        o, state, snapshots = kda_prefill(
+            l2_normalize(convolve(q, weights.conv_q, past.conv_q)),
+            l2_normalize(convolve(k, weights.conv_k, past.conv_k)),
+            convolve(v, weights.conv_v, past.conv_v),
+            decay_gate(f, weights.A_log, weights.dt_bias, self.gate_lower_bound),
+            jax.nn.sigmoid(beta.astype(jnp.float32)),
+            past.state,
+            segments,
+            phase=batch.context_lens,
+            checkpoints=checkpoints and (checkpoints.sequence, checkpoints.length),
+        )
+        sequences = jnp.arange(segments.lens.shape[0], dtype=jnp.int32)
+
+        def tails(sequence, length):
+            pairs = ((q, past.conv_q), (k, past.conv_k), (v, past.conv_v))
+            return [conv_tails(y, tail, segments, sequence, length) for y, tail in pairs]
+
+        after = KDACache(state, *tails(sequences, segments.lens))
+        tap("kda_state", lambda: _all_heads(after), per_token=False)
+        if cache is not None:
+            cache = _write(cache, after, layer, batch.slots)
+            if checkpoints is not None:
+                taken = KDACache(snapshots, *tails(checkpoints.sequence, checkpoints.length))
+                cache = _write(cache, taken, layer, checkpoints.slot)
+        return gated_rms_norm(o, gate, weights.o_norm, self.eps), cache
+
+    def _past(self, q, weights: KDAWeights, batch: Batch, cache: KDACache | None, layer: int):
+        """Memory before this call, [B, ...] each: zeros for a sequence that starts here, whatever
+        its slot held before."""
+        count = batch.segments.lens.shape[0]
+        heads, width, taps = weights.conv_q.shape
+        if cache is None or batch.context_lens is None:
+            tail = jnp.zeros((count, taps - 1, heads, width), q.dtype)
+            return KDACache(jnp.zeros((count, heads, width, width), jnp.float32), tail, tail, tail)
+        started = batch.context_lens > 0
+
+        def read(pool):
+            rows = pool[layer] if batch.slots is None else pool[layer, batch.slots]
+            mask = jnp.expand_dims(started, tuple(range(1, rows.ndim)))
+            return jnp.where(mask, rows, jnp.zeros((), rows.dtype))
+
+        return jax.tree.map(read, cache)
+
+
+def _write(cache: KDACache, rows: KDACache, layer: int, slots) -> KDACache:
+    """The cache with those rows in those slots of a layer (None: row b in slot b)."""
+
+    def write(pool, value):
+        value = value.astype(pool.dtype)
+        return pool.at[layer].set(value) if slots is None else pool.at[layer, slots].set(value)
+
+    return jax.tree.map(write, cache, rows)
+
+
+def _all_heads(x: KDACache) -> KDACache:
+    """Memory rows with the heads of all devices."""
+    tails = (x.conv_q, x.conv_k, x.conv_v)
+    return KDACache(
+        collectives.all_gather(x.state, "tp", dim=1),
+        *(collectives.all_gather(tail, "tp", dim=2) for tail in tails),
+    )
