@@ -63,36 +63,43 @@ def generate(
     """Continues a batch of prompts, int [B, T], right-padded where `lengths` [B] says so.
 
     params: one for all sequences or one for each; `max_new_tokens` takes the place of their
-    `max_tokens`. prefill_chunk: feed the prompts in pieces of that many tokens.
+    `max_tokens`, stop tokens add to `stop_token_ids`, and stop strings, which need a tokenizer, are
+    refused. prefill_chunk: feed the prompts in pieces of that many tokens, by one program.
     """
-    input_ids = np.asarray(input_ids, np.int32)
-    if input_ids.ndim != 2 or input_ids.size == 0:
-        raise RequestError("input_ids must be [batch, tokens] and not empty", field="input_ids")
+    input_ids = np.asarray(input_ids)
+    if input_ids.ndim != 2 or input_ids.size == 0 or input_ids.dtype.kind not in "iu":
+        raise RequestError("input_ids must be integers [batch, tokens], not empty", field="input_ids")
     batch, width = input_ids.shape
     lengths = np.full(batch, width) if lengths is None else np.asarray(lengths)
-    if lengths.shape != (batch,) or lengths.min() < 1 or lengths.max() > width:
-        raise RequestError(f"lengths must be {batch} numbers in 1..{width}", field="lengths")
+    whole = lengths.dtype.kind in "iu" and lengths.shape == (batch,)
+    if not whole or lengths.min() < 1 or lengths.max() > width:
+        raise RequestError(f"lengths must be {batch} integers in 1..{width}", field="lengths")
     if max_new_tokens < 1:
         raise RequestError("max_new_tokens must be at least 1", field="max_new_tokens")
     if input_ids.min() < 0 or input_ids.max() >= model.config.vocab_size:
         raise RequestError(
             f"input_ids must be in 0..{model.config.vocab_size - 1}", field="input_ids"
         )
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise RequestError("prefill_chunk must be at least 1", field="prefill_chunk")
     each = [params] * batch if isinstance(params, SamplingParams) else list(params)
     if len(each) != batch:
         raise RequestError(f"params must be one for each of {batch} sequences", field="params")
+    if any(p.stop for p in each):
+        raise RequestError("stop strings need a tokenizer; use stop_token_ids", field="stop")
     sampling = SamplingArrays.pack(each)
-    stops = jnp.asarray(stop_token_ids or [-1], jnp.int32)
+    stops = _pack_stops([{*stop_token_ids, *p.stop_token_ids} for p in each])
 
     graphdef, state = nnx.split(model)
     cache = new_cache(model, batch, width + max_new_tokens)
     left = jnp.full((batch,), max_new_tokens, jnp.int32)
-    chunk = width if prefill_chunk is None else prefill_chunk
+    chunk = min(width, prefill_chunk or width)
+    padded = np.pad(input_ids.astype(np.int32), ((0, 0), (0, -width % chunk)))
     firsts, rows = [], []
     for start in range(0, width, chunk):
-        piece = input_ids[:, start : start + chunk]
-        context = None if start == 0 else np.minimum(lengths, start).astype(np.int32)
-        new = np.clip(lengths - start, 0, piece.shape[1]).astype(np.int32)
+        piece = padded[:, start : start + chunk]
+        context = None if chunk == width else np.minimum(lengths, start).astype(np.int32)
+        new = np.clip(lengths - start, 0, chunk).astype(np.int32)
         progress, row = prefill(
             graphdef, state, cache, piece, new, context, left, sampling, stops, model.mesh
         )
@@ -147,6 +154,14 @@ def _latest(firsts, rows):
     return progress, row
 
 
+def _pack_stops(each: Sequence[set[int]], width: int = 1) -> np.ndarray:
+    """Stop tokens of each sequence, int32 [B, at least `width`], filled up with -1."""
+    stops = np.full((len(each), max(width, *map(len, each))), -1, np.int32)
+    for row, ids in zip(stops, each, strict=True):
+        row[: len(ids)] = sorted(ids)
+    return stops
+
+
 def _page_table(cache: K3Cache, batch: int) -> Int[Array, "B max_pages"]:
     """Sequence b owns the b-th run of pages."""
     return jnp.arange(cache.mla.shape[1], dtype=jnp.int32).reshape(batch, -1)
@@ -162,7 +177,7 @@ def prefill(
     context_lens: Int[Array, " B"] | None,
     left: Int[Array, " B"],
     sampling: SamplingArrays,
-    stops: Int[Array, " S"],
+    stops: Int[Array, "B S"],
     mesh: jax.sharding.Mesh | None,
 ) -> tuple[Progress, Float[Array, "B V"]]:
     """Takes in the first `lens[b]` of each row's tokens and chooses the next token.
@@ -200,7 +215,7 @@ def decode(
     state,
     progress: Progress,
     sampling: SamplingArrays,
-    stops: Int[Array, " S"],
+    stops: Int[Array, "B S"],
     num_steps: Int[Array, ""],
     *,
     capacity: int,
@@ -250,7 +265,7 @@ def decode(
 
 def _left(left, token, stops):
     """Tokens still wanted after `token`; none after a stop token."""
-    is_stop = jnp.any(token[:, None] == stops[None, :], axis=1)
+    is_stop = jnp.any(token[:, None] == stops, axis=1)
     return jnp.where(is_stop, 0, left - 1)
 
 
@@ -290,10 +305,15 @@ class Generator:
     def stream(
         self, prompt_ids: Sequence[int], params: SamplingParams, stop_token_ids=frozenset()
     ) -> Iterator[list[int]]:
-        """New token ids in non-empty lists, a stop token included; close the iterator to cancel."""
-        prompt = np.asarray(prompt_ids, np.int32)
+        """New token ids in non-empty lists, a stop token included; close the iterator to cancel.
+
+        Stop tokens of `params` count too; stop strings are the caller's business.
+        """
+        prompt = np.asarray(prompt_ids)
         if prompt.ndim != 1 or prompt.size == 0:
             raise RequestError("the prompt is empty", field="prompt")
+        if prompt.dtype.kind not in "iu":
+            raise RequestError("the prompt must be token ids", field="prompt")
         if prompt.min() < 0 or prompt.max() >= self.vocab_size:
             raise RequestError(
                 f"token ids must be in 0..{self.vocab_size - 1}", field="prompt"
@@ -304,13 +324,12 @@ class Generator:
                 f"{self.max_model_len} tokens",
                 field="max_tokens",
             )
-        if len(stop_token_ids) > self.MAX_STOPS:
+        stops = {*stop_token_ids, *params.stop_token_ids}
+        if len(stops) > self.MAX_STOPS:
             raise RequestError(f"at most {self.MAX_STOPS} stop tokens", field="stop_token_ids")
-        return self._stream(prompt, params, stop_token_ids)
+        return self._stream(prompt, params, _pack_stops([stops], self.MAX_STOPS))
 
-    def _stream(self, prompt, params: SamplingParams, stop_token_ids) -> Iterator[list[int]]:
-        stops = np.full(self.MAX_STOPS, -1, np.int32)
-        stops[: len(stop_token_ids)] = sorted(stop_token_ids)
+    def _stream(self, prompt, params: SamplingParams, stops) -> Iterator[list[int]]:
         sampling = SamplingArrays.pack([params])
         left = np.asarray([params.max_tokens], np.int32)
         cache, self._cache = self._cache, None  # donated: gone if a step fails
@@ -332,8 +351,10 @@ class Generator:
                     self._state, progress, sampling, stops, np.int32(self.STEPS)
                 )
                 yield [int(token) for token in np.asarray(out)[0] if token >= 0]
-        finally:
+        except GeneratorExit:  # closed by the caller; the cache is whole
             self._cache = progress.cache
+            raise
+        self._cache = progress.cache
 
     def _new_cache(self) -> K3Cache:
         return new_cache(self._model, 1, self.max_model_len)
@@ -343,7 +364,7 @@ class Generator:
         cache = self._new_cache()
         one = np.zeros(1, np.int32)
         sampling = SamplingArrays.pack([GREEDY])
-        stops = np.zeros(self.MAX_STOPS, np.int32)
+        stops = _pack_stops([set()], self.MAX_STOPS)
         mesh = self._model.mesh
         tokens = np.zeros((1, self.CHUNK), np.int32)
         progress = Progress(cache, *(jnp.asarray(one) for _ in range(3)))

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from k3jax.errors import K3Error
-from k3jax.serve.flags import parse_flags
+from k3jax.flags import parse_flags
 from k3jax.serve.server import ModelSource, ServerConfig, load_generator, run
 
 

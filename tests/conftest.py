@@ -10,6 +10,8 @@ import jax
 import jaxtyping
 import pytest
 
+from k3jax.paths import user_cache
+
 GOLDEN = Path(__file__).parent / "golden"
 CACHE_DAYS = 14  # compiled programs older than this are deleted
 
@@ -17,16 +19,14 @@ CACHE_DAYS = 14  # compiled programs older than this are deleted
 # Annotations of shapes and dtypes are checked at every call of these packages, where beartype is
 # installed. Host code is left out: its tests pass wrong types on purpose, to see them refused.
 if importlib.util.find_spec("beartype") and os.environ.get("K3JAX_TYPECHECK") != "0":
-    jaxtyping.install_import_hook(["pallas_kernels", "k3jax.models"], "beartype.beartype")
+    jaxtyping.install_import_hook(
+        ["pallas_kernels", "k3jax.models"], "importlib.import_module('tests.typecheck').checked"
+    )
 
 
 def cache_dir() -> Path:
-    """Where tests keep compiled programs between runs: $K3JAX_CACHE_DIR or the user's cache."""
-    base = os.environ.get("K3JAX_CACHE_DIR")
-    if base is None:
-        user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        base = Path(user) / "k3jax"
-    return Path(base) / "xla"
+    """Where tests keep compiled programs between runs."""
+    return user_cache() / "xla"
 
 
 def pytest_configure(config: pytest.Config) -> None:

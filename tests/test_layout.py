@@ -13,7 +13,14 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up; a module may import from its own layer and from those before it.
 LAYERS = [
     ["pallas_kernels"],
-    ["k3jax.errors", "k3jax.config", "k3jax.distributed"],
+    [
+        "k3jax.errors",
+        "k3jax.config",
+        "k3jax.paths",
+        "k3jax.flags",
+        "k3jax.benchmarking",
+        "k3jax.distributed",
+    ],
     ["k3jax.cache", "k3jax.models", "k3jax.checkpoint"],
     ["k3jax.engine", "k3jax.generation", "k3jax.chat"],
     ["k3jax.serve", "k3jax.rl", "k3jax.train"],
@@ -23,7 +30,7 @@ LAYERS = [
 KERNELS_ONLY = {"jax", "numpy", "jaxtyping", "pallas_kernels"}
 # Of k3jax, where that is less than the layers allow.
 SPEAKS_TO = {
-    "serve": {"serve", "engine", "generation", "chat", "config", "errors"},
+    "serve": {"serve", "engine", "generation", "chat", "config", "errors", "flags"},
     "rl": {"rl", "engine", "config", "errors"},
 }
 # Schedulers, caches, configuration and text run on the host and start without jax.
@@ -31,6 +38,8 @@ HOST_ONLY = [
     "k3jax/__init__.py",
     "k3jax/config.py",
     "k3jax/errors.py",
+    "k3jax/flags.py",
+    "k3jax/paths.py",
     "k3jax/cache",
     "k3jax/chat",
     "k3jax/engine/request.py",

@@ -63,8 +63,11 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
     vocab_size = len(ranks) + NUM_RESERVED
     stop_ids = {special_ids[name] for name in (END_OF_MSG, EOS) if name in special_ids}
-    if config.get("eos_token") in special_ids:
-        stop_ids.add(special_ids[config["eos_token"]])
+    eos_token = config.get("eos_token")
+    if isinstance(eos_token, dict):  # a name with flags
+        eos_token = eos_token.get("content")
+    if isinstance(eos_token, str) and eos_token in special_ids:
+        stop_ids.add(special_ids[eos_token])
     generation_file = folder / "generation_config.json"
     if generation_file.exists():
         stop_ids |= _eos_ids(_read_json_object(generation_file), vocab_size, generation_file)

@@ -15,7 +15,12 @@ import ml_dtypes
 import numpy as np
 
 from k3jax.checkpoint.mxfp4 import check_scales
-from k3jax.checkpoint.safetensors import SafetensorsFolder, TensorSource, dtype_name
+from k3jax.checkpoint.safetensors import (
+    NUMPY_DTYPES,
+    SafetensorsFolder,
+    TensorSource,
+    dtype_name,
+)
 from k3jax.config import K3Config
 from k3jax.errors import CheckpointError
 
@@ -145,7 +150,10 @@ class StackedExperts(Source):
         for i, e in enumerate(chosen[0]):
             for j, w in enumerate(parts):
                 name = self.name.format(e=e, w=w)
-                rows[i, j] = _checked(folder, name, folder.read(name, index[-2:]), dtype)
+                if NUMPY_DTYPES[folder.info(name).dtype] == out.dtype:  # straight into its place
+                    _checked(folder, name, folder.read(name, index[-2:], out=rows[i, j]), dtype)
+                else:
+                    rows[i, j] = _checked(folder, name, folder.read(name, index[-2:]), dtype)
         return out
 
     def write(self, value: Callable[[], np.ndarray], dtype) -> Iterator[TensorSource]:

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import pathlib
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from k3jax.checkpoint.mxfp4 import quantize
 from k3jax.config import K3Config
 from k3jax.distributed.sharding import named_sharding
 from k3jax.models.k3 import K3Model
+from k3jax.paths import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _random_value(rng, path, shape, init: str, config: K3Config) -> np.ndarray:
 def make_tiny(path, *, preset: str = "tiny", seed: int = 0) -> None:
     """Writes a checkpoint with seeded random weights, and the small tokenizer where it fits."""
     path = pathlib.Path(path)
-    config = K3Config.preset(preset)
+    config = K3Config.preset(preset).replace(vision_config=None)
     random_model(config, seed=seed).save_pretrained(path)
     base = sum(1 for _ in (TOKENIZER / "tiktoken.model").open("rb"))
     if config.vocab_size == base + 256:
@@ -82,8 +82,7 @@ def make_tiny(path, *, preset: str = "tiny", seed: int = 0) -> None:
 
 def ensure_tiny() -> pathlib.Path:
     """The default checkpoint in the user's cache folder, written on first use."""
-    root = os.environ.get("K3JAX_CACHE_DIR") or pathlib.Path.home() / ".cache" / "k3jax"
-    target = pathlib.Path(root) / f"tiny-v{_VERSION}"
+    target = user_cache() / f"tiny-v{_VERSION}"
     if not (target / UNTRAINED).is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:

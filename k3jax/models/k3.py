@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
@@ -162,8 +163,8 @@ class K3Model(nnx.Module):
 
     def __call__(
         self,
-        input_ids: Int[Array, "B T"],
-        lengths: Int[Array, " B"] | None = None,
+        input_ids: Int[Array | np.ndarray, "B T"],
+        lengths: Int[Array | np.ndarray, " B"] | None = None,
         capture: Sequence[str] = (),
     ):
         """Float32 logits [B, T, vocab] of whole sequences, right-padded where `lengths` says so.

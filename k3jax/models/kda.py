@@ -118,14 +118,22 @@ class KDA(nnx.Module):
         weights, segments = self.weights(), batch.segments
         past = self._past(q, weights, batch, cache, layer)
 
-        def convolve(y, weight, tail):
-            return short_conv(y, weight, tail, segments)
-
+        # q, k and v as heads of one convolution.
+        q, k, v = jnp.split(
+            short_conv(
+                jnp.concatenate([q, k, v], axis=1),
+                jnp.concatenate([weights.conv_q, weights.conv_k, weights.conv_v], axis=0),
+                jnp.concatenate([past.conv_q, past.conv_k, past.conv_v], axis=2),
+                segments,
+            ),
+            3,
+            axis=1,
+        )
         checkpoints = batch.checkpoints
         o, state, snapshots = kda_prefill(
-            l2_normalize(convolve(q, weights.conv_q, past.conv_q)),
-            l2_normalize(convolve(k, weights.conv_k, past.conv_k)),
-            convolve(v, weights.conv_v, past.conv_v),
+            l2_normalize(q),
+            l2_normalize(k),
+            v,
             decay_gate(f, weights.A_log, weights.dt_bias, self.gate_lower_bound),
             jax.nn.sigmoid(beta.astype(jnp.float32)),
             past.state,
@@ -136,7 +144,7 @@ class KDA(nnx.Module):
         sequences = jnp.arange(segments.lens.shape[0], dtype=jnp.int32)
 
         def tails(sequence, length):
-            pairs = ((q, past.conv_q), (k, past.conv_k), (v, past.conv_v))
+            pairs = zip(raw[:3], (past.conv_q, past.conv_k, past.conv_v), strict=True)
             return [conv_tails(y, tail, segments, sequence, length) for y, tail in pairs]
 
         after = KDACache(state, *tails(sequences, segments.lens))

@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
+import os
+import random
 import signal
 import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import uvicorn
 
@@ -69,15 +72,30 @@ def run(config: ServerConfig, source: ModelSource) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    for name in ("jax", "uvicorn"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _interrupt)
     try:
         with _bind(config.host, config.port) as sock:
             return _serve(make_service(config, source), sock)
     except K3Error as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except _Interrupted as interrupted:
+        # While a model loads. A thread that compiles cannot be joined, and the interpreter must
+        # not be taken down under it.
+        sys.stderr.flush()
+        os._exit(128 + interrupted.signum)
+
+
+class _Interrupted(BaseException):
+    def __init__(self, signum: int):
+        self.signum = signum
+
+
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    raise _Interrupted(signum)
 
 
 def make_service(config: ServerConfig, source: ModelSource) -> Service:
@@ -97,7 +115,7 @@ def make_service(config: ServerConfig, source: ModelSource) -> Service:
         if source.is_untrained(path)
         else f"The checkpoint {Path(path).name}.",
         defaults=defaults,
-        seed=config.seed,
+        seeds=None if config.seed is None else random.Random(config.seed),
     )
     service.check_vocabulary()
     if tokenizer is None:
@@ -111,8 +129,10 @@ def make_service(config: ServerConfig, source: ModelSource) -> Service:
 
 def load_generator(config: ServerConfig, path: str) -> Generator:
     """The model of a checkpoint folder, compiled."""
-    from k3jax.generation import Generator as ModelGenerator  # imports jax
+    from k3jax.engine.compile_cache import enable_compile_cache  # imports jax
+    from k3jax.generation import Generator as ModelGenerator
 
+    enable_compile_cache()
     return ModelGenerator.from_pretrained(
         path,
         dtype=None if config.dtype == "auto" else config.dtype,

@@ -1,6 +1,5 @@
 """What is served: the worker, the tokenizer, the names; and how a request becomes a job."""
 
-import functools
 import json
 import random
 import time
@@ -68,7 +67,7 @@ class Service:
     description: str
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     limits: Limits = field(default_factory=Limits)
-    seed: int | None = None  # draws the seeds of requests that have none; None: from entropy
+    seeds: random.Random | None = None  # for requests without a seed; None lets the model draw
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -135,10 +134,6 @@ class Service:
 
     # -- parts of a request
 
-    @functools.cached_property
-    def _seeds(self) -> random.Random:
-        return random.Random(self.seed)
-
     def _model_name(self, request: GenerationRequest) -> str:
         if request.model is None:
             return self.names[0]
@@ -170,8 +165,8 @@ class Service:
         given |= {"stop": request.stop, "stop_token_ids": request.stop_token_ids}
         given = self.defaults.sampling | {k: v for k, v in given.items() if v is not None}
         given.setdefault("max_tokens", min(default or room, room))
-        if self.seed is not None:
-            given.setdefault("seed", self._seeds.getrandbits(63))
+        if self.seeds is not None:
+            given.setdefault("seed", self.seeds.getrandbits(63))
         try:
             params = SamplingParams(**given)
         except RequestError as error:
@@ -215,7 +210,7 @@ class Service:
                 raise _no_tokenizer("text", "prompt")
             if self.tokenizer.min_tokens(prompt) >= self.max_model_len:
                 raise RequestError(
-                    f"{name} has more than {self.max_model_len} tokens", field="prompt"
+                    f"{name} fills the context of {self.max_model_len} tokens", field="prompt"
                 )
             prompt_ids = self.tokenizer.encode(prompt)
         elif isinstance(prompt, list):

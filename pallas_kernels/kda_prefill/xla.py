@@ -3,11 +3,10 @@
 Notation of the Kimi Linear report: within a chunk of C tokens, G is the running sum of the log
 decays g. All pairwise factors are exp(G_r - G_s) with s <= r, at most 1, but a matrix product needs
 them split as exp(G_r - ref) * exp(ref - G_s), and over a whole chunk either factor can leave the
-range of float32 (64 tokens at g = -5 reach exp(320)). So pairs are grouped by halving: at each
-level the second half of a block meets its first half, with `ref` = G at the start of the second
-half. Both factors are then at most 1 whatever the gate, nothing overflows, and what underflows is
-truly negligible. Leaves of 8 tokens take the difference of each pair. The same halving inverts
-the unit triangular matrix by block substitution.
+range of float32 (64 tokens at g = -5 reach exp(320)). So a block of rows takes G at its first row
+as `ref` for all columns before the block: both factors are then at most 1 whatever the gate,
+nothing overflows, and what underflows is truly negligible. Inside a block the difference of each
+pair is taken before exp.
 """
 
 import jax
@@ -17,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.common.segments import ChunkGrid, Segments
 
 CHUNK = 64
-LEAF = 8
-_HIGHEST = jax.lax.Precision.HIGHEST  # true float32 products; TF32 is too coarse for the inverse
+BLOCK = 16  # rows that share a reference
+_HIGHEST = jax.lax.Precision.HIGHEST  # true float32 products: TF32 is too coarse here
 
 
 def kda_prefill(
@@ -48,87 +47,60 @@ def _dot(equation: str, a, b):
     return jnp.einsum(equation, a, b, precision=_HIGHEST, preferred_element_type=jnp.float32)
 
 
-def _leaf_scores(rows, columns, G):
-    """Scores inside leaves of LEAF tokens, s <= r, with the difference taken before exp. [..., n, r, s].
+def _decayed_scores(rows, columns, G):
+    """sum_c rows[r, c] columns[s, c] exp(G[r, c] - G[s, c]) for s <= r, zero above; [..., C, C].
 
-    One fused multiply-exp-reduce: nothing of size LEAF x C x K is stored.
+    `rows` is a tuple of arrays that share the factors.
     """
-    leaves = (*G.shape[:-2], G.shape[-2] // LEAF, LEAF, G.shape[-1])
-    decay = G.reshape(leaves)
-    difference = decay[..., :, None, :] - decay[..., None, :, :]
-    index = jnp.arange(LEAF, dtype=jnp.int32)
-    causal = jnp.expand_dims(index[:, None] >= index[None, :], (*range(len(leaves) - 2), -1))
-    factors = jnp.exp(jnp.where(causal, difference, -jnp.inf))
-    keyed = factors * columns.reshape(leaves)[..., None, :, :]
-    return [jnp.sum(x.reshape(leaves)[..., :, None, :] * keyed, axis=-1) for x in rows]
+    size, channels = G.shape[-2:]
+    blocks = (*G.shape[:-2], size // BLOCK, BLOCK)
+    index = jnp.arange(size, dtype=jnp.int32).reshape(-1, BLOCK)
+    decay = G.reshape(*blocks, channels)
+    reference = decay[..., :1, :]
+
+    # Columns before the block: [..., R, C, channels], each seen from its row block's reference.
+    is_before = _lead(index[:, :1] > jnp.arange(size, dtype=jnp.int32)[None, :], G)
+    distance = jnp.where(is_before[..., None], reference - G[..., None, :, :], -jnp.inf)
+    far = columns[..., None, :, :] * jnp.exp(distance)
+    to_row = jnp.exp(decay - reference)
+
+    # Columns of the block itself: one fused multiply-exp-reduce, nothing of its size is stored.
+    is_causal = _lead(index[:1, :, None] >= index[:1, None, :], G)
+    distance = decay[..., :, None, :] - decay[..., None, :, :]
+    near = jnp.exp(jnp.where(is_causal[..., None], distance, -jnp.inf))
+    near = near * columns.reshape(*blocks, 1, channels).swapaxes(-2, -3)
+    own_block = _lead(jnp.eye(size // BLOCK, dtype=bool)[:, None, :, None], G)
+
+    def scores(x):
+        x = x.reshape(*blocks, channels)
+        before = _dot("...rc,...sc->...rs", x * to_row, far)
+        own = jnp.sum(x[..., :, None, :] * near, axis=-1)
+        own = jnp.where(own_block, own[..., :, None, :], 0.0)
+        return before.reshape(*G.shape[:-1], size) + own.reshape(*G.shape[:-1], size)
+
+    return [scores(x) for x in rows]
 
 
-def _scores_below(rows, columns, G):
-    """Scores between leaves by halving: for h = LEAF, 2 LEAF, … the [..., C / 2h, h, h] of the second
-    half of each block of 2h tokens against its first half. One list of levels for each of `rows`.
-    """
-    levels: list[list] = [[] for _ in rows]
-    half = LEAF
-    while half < G.shape[-2]:
-        blocks = (*G.shape[:-2], G.shape[-2] // (2 * half), 2, half, G.shape[-1])
-        decay = G.reshape(blocks)
-        reference = decay[..., 1, :1, :]
-        to_row = jnp.exp(decay[..., 1, :, :] - reference)
-        to_column = jnp.exp(reference - decay[..., 0, :, :])
-        keyed = columns.reshape(blocks)[..., 0, :, :] * to_column
-        for level, x in zip(levels, rows, strict=True):
-            queried = x.reshape(blocks)[..., 1, :, :] * to_row
-            level.append(_dot("...rc,...sc->...rs", queried, keyed))
-        half *= 2
-    return levels
-
-
-def _lower_triangle(leaves, levels):
-    """The [..., C, C] matrix from its diagonal leaves and the levels below them."""
-    for lower in levels:
-        leaves = _join(leaves, lower)
-    return leaves[..., 0, :, :]
-
-
-def _unit_lower_inverse(leaves, levels):
-    """Inverse of I + L from the strictly lower leaves and the levels of L.
-
-    Leaves by (I - L)(I + L^2)(I + L^4), exact since L^8 = 0; that product cancels catastrophically
-    for wide blocks, so from there on by block forward substitution:
-    [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]].
-    """
-    identity = jnp.broadcast_to(jnp.eye(LEAF, dtype=jnp.float32), leaves.shape)
-    inverse, power = identity - leaves, leaves
-    for _ in range(LEAF.bit_length() - 2):
-        power = _dot("...rc,...cs->...rs", power, power)
-        inverse = inverse + _dot("...rc,...cs->...rs", inverse, power)
-    for lower in levels:
-        a, c = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        inverse = _join(inverse, -_dot("...rc,...cs->...rs", c, _dot("...rc,...cs->...rs", lower, a)))
-    return inverse[..., 0, :, :]
-
-
-def _join(blocks, lower):
-    """Diagonal blocks [..., 2n, h, h] in pairs, with `lower` [..., n, h, h] below each pair."""
-    first, second = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
-    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-    bottom = jnp.concatenate([lower, second], axis=-1)
-    return jnp.concatenate([top, bottom], axis=-2)
+def _lead(x, like):
+    """`x` with leading axes of size 1 for the leading axes of `like`."""
+    return jnp.expand_dims(x, tuple(range(like.ndim - 2)))
 
 
 def _within_chunks(q, k, v, g, beta):
     """Everything that needs no state, for all chunks at once; [N, H, C, ...] each."""
-    G = jnp.cumsum(g, axis=2)
-    rows = (k * beta[..., None], q)
-    key_leaves, query_leaves = _leaf_scores(rows, k, G)
-    key_levels, query_levels = _scores_below(rows, k, G)
-    strictly_lower = jnp.tril(jnp.ones((LEAF, LEAF), jnp.float32), -1)
-    key_leaves = key_leaves * jnp.broadcast_to(strictly_lower, key_leaves.shape)
-    inverse = _unit_lower_inverse(key_leaves, key_levels) * beta[..., None, :]
+    # The running sum as a product: XLA would fuse a cumsum into each of its readers and redo it.
+    G = _dot("rs,nhsk->nhrk", jnp.tril(jnp.ones((CHUNK, CHUNK), jnp.float32)), g)
+    scale = beta[..., None]
+    corrections, attention = _decayed_scores((k * scale, q), k, G)
+    # (I + L) [w | u] = beta [exp(G) k | v] with L strictly lower, by forward substitution.
+    right = jnp.concatenate([k * jnp.exp(G), v], axis=-1) * scale
+    solved = jax.lax.linalg.triangular_solve(
+        corrections, right, left_side=True, lower=True, unit_diagonal=True
+    )
     return {
-        "w": _dot("nhrs,nhsk->nhrk", inverse, k * jnp.exp(G)),
-        "u": _dot("nhrs,nhsv->nhrv", inverse, v),
-        "attention": _lower_triangle(query_leaves, query_levels),
+        "w": solved[..., : k.shape[-1]],
+        "u": solved[..., k.shape[-1] :],
+        "attention": attention,
         "q": q * jnp.exp(G),
         "k": k * jnp.exp(G[:, :, -1:] - G),
         "decay": jnp.exp(G[:, :, -1]),

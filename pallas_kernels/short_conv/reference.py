@@ -15,30 +15,27 @@ def short_conv(
 ) -> Float[Array, "T H d"]:
     """See api.short_conv."""
     num_tokens, width = x.shape[0], weight.shape[-1]
-    xf = x.astype(jnp.float32)
+    w = jnp.moveaxis(weight.astype(jnp.float32), -1, 0)  # [W, H, d]
+    shifted = jnp.pad(x.astype(jnp.float32), ((width - 1, 0), (0, 0), (0, 0)))
     offsets = segments.offsets(num_tokens)
-    w = weight.astype(jnp.float32)
-    y = xf * jnp.broadcast_to(w[..., width - 1], x.shape)
-    for back in range(1, width):  # the token `back` places earlier, if the sequence has it here
-        earlier = jnp.pad(xf, ((back, 0), (0, 0), (0, 0)))[:num_tokens]
-        inside = jnp.broadcast_to((offsets >= back)[:, None, None], x.shape)
-        tap = jnp.broadcast_to(w[..., width - 1 - back], x.shape)
-        y = y + jnp.where(inside, earlier, 0.0) * tap
+    y = jnp.zeros(x.shape, jnp.float32)
+    for tap in range(width):  # the token W - 1 - tap places earlier, if the sequence has it here
+        inside = (offsets >= width - 1 - tap)[:, None, None]
+        row = jax.lax.slice_in_dim(shifted, tap, tap + num_tokens)
+        y = y + jnp.where(inside, row, 0.0) * w[tap][None]
     return jax.nn.silu(_add_tail(y, w, tail, segments)).astype(x.dtype)
 
 
 def _add_tail(y, w, tail, segments: Segments):
     """Adds what earlier tokens (the tail) contribute to the first W - 1 tokens of each sequence."""
-    num_tokens, width = y.shape[0], w.shape[-1]
+    rows = tail.shape[1]
     tail = tail.astype(jnp.float32)
-    for place in range(width - 1):
-        # Token `place` sees tail rows place .. W-2 through taps 0 .. W-2-place.
-        taps = jnp.moveaxis(w[..., : width - 1 - place], -1, 0)  # [W-1-place, H, d]
-        rows = tail[:, place:]
-        extra = jnp.sum(rows * jnp.broadcast_to(taps[None], rows.shape), axis=1)
-        target = jnp.where(segments.lens > place, segments.starts + place, num_tokens)
-        y = y.at[target].add(extra, mode="drop")
-    return y
+    # Token `place` meets tail rows place .. W - 2 through taps 0 .. W - 2 - place.
+    extra = [jnp.sum(tail[:, place:] * w[None, : rows - place], axis=1) for place in range(rows)]
+    place = jnp.arange(rows, dtype=jnp.int32)[None, :]
+    exists = place < segments.lens[:, None]
+    target = jnp.where(exists, segments.starts[:, None] + place, y.shape[0])
+    return y.at[target].add(jnp.stack(extra, axis=1), mode="drop")
 
 
 def conv_tails(

@@ -1,6 +1,5 @@
 """Tokenizer and incremental detokeniser against the goldens, and damaged files."""
 
-import base64
 import json
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from k3jax.chat.tokenizer import (
     split_long_text,
 )
 from k3jax.errors import CheckpointError, RequestError
+from tests.chat.vocabulary import BYTES, write_tokenizer
 
 TINY = shipped_tokenizer()
 
@@ -185,20 +185,6 @@ def test_text_does_not_depend_on_the_cuts(ids, cuts, skip):
 # ---- other vocabularies and damaged files
 
 
-def write_tokenizer(folder: Path, *, ranks=None, names=None, config=None, generation=None) -> Path:
-    """A byte-level vocabulary of 256 ranks with the given slot names."""
-    lines = ranks or [f"{base64.b64encode(bytes([b])).decode()} {b}" for b in range(256)]
-    (folder / "tiktoken.model").write_text("\n".join(lines))
-    slots = {str(256 + slot): {"content": name} for slot, name in (names or {}).items()}
-    content = {"added_tokens_decoder": slots} if config is None else config
-    (folder / "tokenizer_config.json").write_text(
-        content if isinstance(content, str) else json.dumps(content)
-    )
-    if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation))
-    return folder
-
-
 def test_kimi_linear_names_load_without_chat(tmp_path):
     names = {1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>"}
     folder = write_tokenizer(tmp_path, names=names, generation={"eos_token_id": 258})
@@ -210,22 +196,28 @@ def test_kimi_linear_names_load_without_chat(tmp_path):
     assert refused.value.field == "messages"
 
 
+@pytest.mark.parametrize("eos", ["<|done|>", {"content": "<|done|>"}, {}, 3, None, ["x"]])
+def test_stop_id_of_the_tokenizer_config(tmp_path, eos):
+    config = {"added_tokens_decoder": {"299": {"content": "<|done|>"}}, "eos_token": eos}
+    stops = load_tokenizer(write_tokenizer(tmp_path, config=config)).stop_token_ids
+    assert stops == ({299} if "done" in str(eos) else set())
+
+
 def test_several_stop_ids(tmp_path):
     folder = write_tokenizer(tmp_path, generation={"eos_token_id": [258, 300]})
     assert load_tokenizer(folder).stop_token_ids == {258, 300}
 
 
-GOOD = [f"{base64.b64encode(bytes([b])).decode()} {b}" for b in range(256)]
 DAMAGED_RANKS = {
-    "not_base64": ([*GOOD[:9], "??? 9", *GOOD[10:]], "line 10"),
-    "no_rank": ([*GOOD[:9], "CQ==", *GOOD[10:]], "line 10"),
-    "rank_no_number": ([*GOOD[:9], "CQ== nine", *GOOD[10:]], "line 10"),
-    "token_twice": ([*GOOD, "AA== 256"], "line 257"),
-    "rank_twice": ([*GOOD, "QUE= 7"], "line 257.*line 8"),
-    "rank_gap": ([*GOOD, "QUE= 300"], "line 257.*300"),
-    "negative_rank": ([*GOOD, "QUE= -1"], "line 257"),
-    "truncated": (GOOD[:100], "0x64"),
-    "empty_token": ([*GOOD, " 256"], "line 257"),
+    "not_base64": ([*BYTES[:9], "??? 9", *BYTES[10:]], "line 10"),
+    "no_rank": ([*BYTES[:9], "CQ==", *BYTES[10:]], "line 10"),
+    "rank_no_number": ([*BYTES[:9], "CQ== nine", *BYTES[10:]], "line 10"),
+    "token_twice": ([*BYTES, "AA== 256"], "line 257"),
+    "rank_twice": ([*BYTES, "QUE= 7"], "line 257.*line 8"),
+    "rank_gap": ([*BYTES, "QUE= 300"], "line 257.*300"),
+    "negative_rank": ([*BYTES, "QUE= -1"], "line 257"),
+    "truncated": (BYTES[:100], "0x64"),
+    "empty_token": ([*BYTES, " 256"], "line 257"),
 }
 
 
@@ -278,4 +270,4 @@ def test_missing_file(tmp_path, missing):
 
 def test_importing_chat_does_not_import_jax():
     program = "import sys, k3jax.chat, k3jax.engine.request; sys.exit('jax' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=GOLDEN.parents[2])

@@ -1,6 +1,8 @@
 """The endpoints: answers, streams, refusals, and that the server goes on after each of them."""
 
+import contextlib
 import json
+import random
 import socket
 import threading
 import time
@@ -8,9 +10,12 @@ import time
 import httpx
 import pytest
 
+from k3jax.chat.tokenizer import load_tokenizer
+from k3jax.serve import server
 from k3jax.serve.limits import Limits
 from k3jax.serve.service import GenerationDefaults
-from tests.serve.conftest import TINY, ScriptedModel, ids_of, serving, wait_until
+from tests.chat.vocabulary import write_tokenizer
+from tests.serve.scripted import TINY, ScriptedModel, ids_of, serving, wait_until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ANSWER = ids_of(
@@ -118,11 +123,11 @@ def test_chat_stream(plain):
     ],
     ids=lambda fields: "-".join(fields) or "default",
 )
-def test_a_stream_says_the_same_as_the_whole(fields, step):
-    with serving(ScriptedModel(answer=ANSWER, step=step)) as running:
-        whole = running.chat(**fields).json()
-        body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-        chunks = running.events(CHAT, body | {"stream_options": {"include_usage": True}})
+def test_a_stream_says_the_same_as_the_whole(scripted, fields, step):
+    scripted.model.answer, scripted.model.step = ANSWER, step
+    whole = scripted.chat(**fields).json()
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    chunks = scripted.events(CHAT, body | {"stream_options": {"include_usage": True}})
     message = whole["choices"][0]["message"]
     expected = {key: message[key] for key in ("content", "reasoning_content")}
     expected["finish_reason"] = whole["choices"][0]["finish_reason"]
@@ -132,42 +137,42 @@ def test_a_stream_says_the_same_as_the_whole(fields, step):
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
 
 
-def test_split_into_channels_does_not_depend_on_options():
+def test_split_into_channels_does_not_depend_on_options(scripted):
     """Whatever ends the generation, the terminator is in no text."""
-    with serving(ScriptedModel(answer=ANSWER)) as running:
-        for fields in ({}, {"ignore_eos": True, "max_tokens": 80}, {"skip_special_tokens": False}):
-            message = running.chat(**fields).json()["choices"][0]["message"]
-            assert message["content"] == "One END two 漢"
-            assert message["reasoning_content"] == "Hm, END."
+    scripted.model.answer = ANSWER
+    for fields in ({}, {"ignore_eos": True, "max_tokens": 80}, {"skip_special_tokens": False}):
+        message = scripted.chat(**fields).json()["choices"][0]["message"]
+        assert message["content"] == "One END two 漢"
+        assert message["reasoning_content"] == "Hm, END."
 
 
-def test_stop_strings_apply_to_the_answer_only():
-    with serving(ScriptedModel(answer=ANSWER, step=4)) as running:
-        choice = running.chat(stop=["END"]).json()["choices"][0]
-        assert choice["message"]["reasoning_content"] == "Hm, END."
-        assert choice["message"]["content"] == "One "
-        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "END")
+def test_stop_strings_apply_to_the_answer_only(scripted):
+    scripted.model.answer = ANSWER
+    choice = scripted.chat(stop=["END"]).json()["choices"][0]
+    assert choice["message"]["reasoning_content"] == "Hm, END."
+    assert choice["message"]["content"] == "One "
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "END")
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 12))
-def test_no_half_character_at_the_end_of_a_budget(max_tokens):
+def test_no_half_character_at_the_end_of_a_budget(scripted, max_tokens):
     bytes_of_text = list("漢👍é".encode())
     answer = [*ids_of("t⟦close⟧think⟦sep⟧⟦open⟧response⟦sep⟧"), *bytes_of_text]
+    scripted.model.answer = answer
     skip = len(answer) - len(bytes_of_text)
-    with serving(ScriptedModel(answer=answer)) as running:
-        choice = running.chat(max_tokens=skip + min(max_tokens, 9)).json()["choices"][0]
+    choice = scripted.chat(max_tokens=skip + min(max_tokens, 9)).json()["choices"][0]
     content = choice["message"]["content"]
     assert "漢👍é".startswith(content.removesuffix("\ufffd"))
     assert choice["finish_reason"] == "length"
 
 
-def test_continue_final_message():
-    with serving(ScriptedModel(answer=ids_of(" is 4.⟦close⟧response⟦sep⟧⟦end_of_msg⟧"))) as running:
-        last = {"role": "assistant", "content": "The answer", "reasoning_content": "r"}
-        response = running.chat(
-            messages=[{"role": "user", "content": "q"}, last], continue_final_message=True
-        )
-        assert response.json()["choices"][0]["message"]["content"] == " is 4."
+def test_continue_final_message(scripted):
+    scripted.model.answer = ids_of(" is 4.⟦close⟧response⟦sep⟧⟦end_of_msg⟧")
+    last = {"role": "assistant", "content": "The answer", "reasoning_content": "r"}
+    response = scripted.chat(
+        messages=[{"role": "user", "content": "q"}, last], continue_final_message=True
+    )
+    assert response.json()["choices"][0]["message"]["content"] == " is 4."
 
 
 def test_token_ids_on_request(plain):
@@ -216,33 +221,33 @@ def test_completion_text_is_ordinary(plain):
     assert max(plain.model.prompts[-1]) < TINY.n_base
 
 
-def test_completion_shows_control_tokens_as_asked():
-    with serving(ScriptedModel(answer=ids_of("a⟦media_pad⟧b⟦sep⟧c⟦end_of_msg⟧"))) as running:
-        assert running.complete().json()["choices"][0]["text"] == "ab<|sep|>c"
-        shown = running.complete(skip_special_tokens=False).json()["choices"][0]["text"]
-        assert shown == "a<|media_pad|>b<|sep|>c"
+def test_completion_shows_control_tokens_as_asked(scripted):
+    scripted.model.answer = ids_of("a⟦media_pad⟧b⟦sep⟧c⟦end_of_msg⟧")
+    assert scripted.complete().json()["choices"][0]["text"] == "ab<|sep|>c"
+    shown = scripted.complete(skip_special_tokens=False).json()["choices"][0]["text"]
+    assert shown == "a<|media_pad|>b<|sep|>c"
 
 
 @pytest.mark.parametrize("step", [1, 3, 50])
-def test_completion_stops(step):
-    with serving(ScriptedModel(answer=ids_of("one two three four"), step=step)) as running:
+def test_completion_stops(scripted, step):
+    scripted.model.answer, scripted.model.step = ids_of("one two three four"), step
 
-        def ends(**fields):
-            whole = running.complete(max_tokens=100, **fields).json()
-            chunks = running.events(
-                COMPLETIONS, {"prompt": "hi", "max_tokens": 100, **fields, "stream": True}
-            )
-            choice = whole["choices"][0]
-            streamed = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-            assert streamed == choice["text"]
-            return choice["text"], choice["finish_reason"], choice["stop_reason"]
+    def ends(**fields):
+        whole = scripted.complete(max_tokens=100, **fields).json()
+        chunks = scripted.events(
+            COMPLETIONS, {"prompt": "hi", "max_tokens": 100, **fields, "stream": True}
+        )
+        choice = whole["choices"][0]
+        streamed = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert streamed == choice["text"]
+        return choice["text"], choice["finish_reason"], choice["stop_reason"]
 
-        assert ends(stop=["ee f", " thr"]) == ("one two", "stop", " thr")
-        assert ends(stop="three") == ("one two ", "stop", "three")
-        (stop_id,) = TINY.encode("w")
-        text, *reasons = ends(stop_token_ids=[stop_id])
-        assert text == TINY.decode(running.model.answer[: running.model.answer.index(stop_id)])
-        assert reasons == ["stop", stop_id]
+    assert ends(stop=["ee f", " thr"]) == ("one two", "stop", " thr")
+    assert ends(stop="three") == ("one two ", "stop", "three")
+    (stop_id,) = TINY.encode("w")
+    text, *reasons = ends(stop_token_ids=[stop_id])
+    assert text == TINY.decode(scripted.model.answer[: scripted.model.answer.index(stop_id)])
+    assert reasons == ["stop", stop_id]
 
 
 def test_continuous_usage(plain):
@@ -254,13 +259,13 @@ def test_continuous_usage(plain):
 
 def test_defaults_and_seeds():
     defaults = GenerationDefaults({"temperature": 0.25, "top_p": 0.5})
-    with serving(ScriptedModel(), defaults=defaults, seed=7) as running:
+    with serving(ScriptedModel(), defaults=defaults, seeds=random.Random(7)) as running:
         running.complete()
         running.complete(temperature=1.5, seed=3)
         first, second = running.model.params
         assert (first.temperature, first.top_p, first.max_tokens) == (0.25, 0.5, 16)
         assert (second.temperature, second.top_p, second.seed) == (1.5, 0.5, 3)
-    with serving(ScriptedModel(), seed=7) as again:
+    with serving(ScriptedModel(), seeds=random.Random(7)) as again:
         again.complete()
         again.complete()
         assert again.model.params[0].seed == first.seed
@@ -272,9 +277,7 @@ def test_defaults_and_seeds():
 
 def test_token_ids_only():
     defaults = GenerationDefaults(eos_ids=frozenset({9}))
-    with serving(
-        ScriptedModel(answer=[5, 6, 9]), tokenizer=None, defaults=defaults
-    ) as running:
+    with serving(ScriptedModel(answer=[5, 6, 9]), tokenizer=None, defaults=defaults) as running:
         response = running.complete(prompt=[1, 2], return_token_ids=True).json()
         (choice,) = response["choices"]
         assert (choice["text"], choice["token_ids"]) == ("", [5, 6, 9])
@@ -286,8 +289,6 @@ def test_token_ids_only():
 
 
 def test_vocabulary_without_chat(tmp_path):
-    from tests.chat.test_tokenizer import load_tokenizer, write_tokenizer
-
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, names={2: "<|im_end|>"}))
     with serving(ScriptedModel(vocab_size=512), tokenizer=tokenizer) as running:
         assert running.complete().json()["choices"][0]["text"] == "x" * 16
@@ -483,15 +484,10 @@ def test_large_body():
             for _ in range(50):
                 yield b" " * 100
 
-        with contextlib_suppress_write_errors():
+        # The server closes while the client may still be sending.
+        with contextlib.suppress(httpx.WriteError, httpx.ReadError):
             response = running.client.post(COMPLETIONS, content=parts())
             check_refused(running, response, "request_too_large", 413, "code")
-
-
-def contextlib_suppress_write_errors():
-    import contextlib
-
-    return contextlib.suppress(httpx.WriteError, httpx.ReadError)
 
 
 def test_half_a_surrogate_pair_in_a_message_is_told(plain):
@@ -502,23 +498,23 @@ def test_half_a_surrogate_pair_in_a_message_is_told(plain):
 # ---- failures, cancellation, overload, shutdown
 
 
-def test_failure_of_the_model_is_a_500_without_details():
-    with serving(ScriptedModel(fail_after=0)) as running:
-        for response in (running.complete(), running.complete(stream=True)):
-            assert response.status_code == 500
-            assert response.json()["error"]["type"] == "internal_server_error"
-            assert "secret" not in response.text
-        running.model.fail_after = None
-        assert running.complete().status_code == 200
+def test_failure_of_the_model_is_a_500_without_details(scripted):
+    scripted.model.fail_after = 0
+    for response in (scripted.complete(), scripted.complete(stream=True)):
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "internal_server_error"
+        assert "secret" not in response.text
+    scripted.model.fail_after = None
+    assert scripted.complete().status_code == 200
 
 
-def test_failure_in_a_stream_is_told_in_the_stream():
-    with serving(ScriptedModel(fail_after=3)) as running:
-        *chunks, error = running.events(COMPLETIONS, {"prompt": "hi"})
-        assert len(chunks) == 3
-        assert error["error"]["type"] == "internal_server_error"
-        running.model.fail_after = None
-        assert running.complete().status_code == 200
+def test_failure_in_a_stream_is_told_in_the_stream(scripted):
+    scripted.model.fail_after = 3
+    *chunks, error = scripted.events(COMPLETIONS, {"prompt": "hi"})
+    assert len(chunks) == 3
+    assert error["error"]["type"] == "internal_server_error"
+    scripted.model.fail_after = None
+    assert scripted.complete().status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -568,7 +564,7 @@ def test_a_full_queue_is_a_429():
     model = ScriptedModel(step_s=0.02)
     with serving(model, max_waiting=2) as running:
         threads = [
-            threading.Thread(target=running.complete, kwargs={"max_tokens": 60}) for _ in range(3)
+            threading.Thread(target=running.complete, kwargs={"max_tokens": 20}) for _ in range(3)
         ]
         for thread in threads:
             thread.start()
@@ -621,6 +617,26 @@ def test_answers_do_not_mix():
         for thread in threads:
             thread.join(20)
         assert messages == [expected] * 12
+
+
+def test_shutdown_ends_a_request_that_takes_too_long(monkeypatch):
+    monkeypatch.setattr(server, "GRACE_S", 0.3)
+    model = ScriptedModel(step_s=0.01, max_model_len=100_000)
+    lines: list[str] = []
+    with serving(model) as running:
+
+        def read() -> None:
+            body = {"prompt": "hi", "max_tokens": 90_000, "stream": True}
+            with httpx.stream("POST", running.url + COMPLETIONS, json=body) as response:
+                lines.extend(line for line in response.iter_lines() if line)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        wait_until(lambda: model.running)
+    thread.join(10)
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert not model.running
 
 
 def test_shutdown_lets_the_running_request_end_and_refuses_the_others():

@@ -32,7 +32,7 @@ def parse_flags(
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             default=argparse.SUPPRESS,
-            required=field.default is dataclasses.MISSING,
+            required=field.default is dataclasses.MISSING and field.name != positional,
             help=text,
             **_argument(hints[field.name]),
         )
@@ -50,6 +50,10 @@ def parse_flags(
         values.setdefault(positional, given)
         if values[positional] != given:
             parser.error(f"{positional} is given twice: {given} and {values[positional]}")
+    defaults = {field.name: field.default for field in dataclasses.fields(flags)}  # type: ignore[arg-type]
+    for name, default in defaults.items():
+        if default is dataclasses.MISSING and name not in values:  # the positional one
+            parser.error(f"{name} is required")
     return flags(**values)
 
 

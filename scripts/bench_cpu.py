@@ -1,0 +1,127 @@
+"""Decode and prefill on the CPU beside Hugging Face transformers, same checkpoint, same threads.
+
+Regime: a toy Kimi-Linear checkpoint in float32, where per-operation overhead decides: the ceiling
+is not arithmetic (a token costs about 0.5 MFLOP) but how many operations a step dispatches. Both
+programs generate greedily from the same prompts, in one process, in turn; tokens are compared.
+"""
+
+import os
+import pathlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from k3jax.benchmarking import report, timed
+from k3jax.flags import parse_flags
+
+DEFAULT = pathlib.Path(__file__).parent.parent / "tests" / "golden" / "kimi_linear"
+
+
+@dataclass
+class Flags:
+    """k3jax against transformers on one Kimi-Linear checkpoint."""
+
+    model: str = str(DEFAULT)  # checkpoint folder, Kimi-Linear layout
+    prompt_len: int = 16  # tokens before decoding starts
+    new_tokens: int = 64  # tokens to decode
+    prefill_len: int = 512  # tokens of the prefill measurement
+    repeats: int = 5  # timed runs; the median counts
+    peer: bool = True  # run transformers too (needs the bench extra)
+    save: bool = False  # keep the result under benchmarks/results
+
+
+def main() -> None:
+    flags = parse_flags(Flags)
+    ours, peer = OurModel(flags.model), PeerModel(flags.model) if flags.peer else None
+    rng = np.random.default_rng(0)
+    rows = []
+    for batch in (1, 8):
+        ids = rng.integers(3, ours.vocab_size, (batch, flags.prompt_len))
+        decode = {"case": f"decode, batch {batch}", "tokens": batch * flags.new_tokens}
+        rows.append(
+            compare(decode, flags, ours, peer, lambda m, ids=ids: m.generate(ids, flags.new_tokens))
+        )
+    ids = rng.integers(3, ours.vocab_size, (1, flags.prefill_len))
+    prefill = {"case": f"prefill, T = {flags.prefill_len}", "tokens": flags.prefill_len}
+    rows.append(compare(prefill, flags, ours, peer, lambda m: m.logits(ids)))
+    report("cpu", rows, save=flags.save)
+
+
+def compare(row: dict, flags: Flags, ours, peer, run) -> dict:
+    """One row: tokens/s of both, medians of alternating runs, and whether the results agree."""
+    mine = timed(lambda: run(ours), repeats=flags.repeats)
+    row |= {"k3jax_tok_s": row["tokens"] / mine["median_s"], "k3jax_spread": spread(mine)}
+    if peer is None:
+        return row
+    theirs = timed(lambda: run(peer), repeats=flags.repeats)
+    return row | {
+        "peer_tok_s": row["tokens"] / theirs["median_s"],
+        "peer_spread": spread(theirs),
+        "ratio": theirs["median_s"] / mine["median_s"],
+        "agree": bool(agree(run(ours), run(peer))),
+    }
+
+
+def spread(times: dict[str, float]) -> str:
+    """Fastest and slowest run as multiples of the median."""
+    return f"{times['min_s'] / times['median_s']:.2f}-{times['max_s'] / times['median_s']:.2f}"
+
+
+def agree(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equal tokens, or logits within 1e-4 of their maximum."""
+    if a.dtype.kind == "i":
+        return np.array_equal(a, b)
+    return np.abs(a - b).max() <= 1e-4 * np.abs(b).max()
+
+
+class OurModel:
+    """k3jax: one call of `generate` or of the model."""
+
+    def __init__(self, path: str):
+        import k3jax
+
+        self._model = k3jax.K3Model.from_pretrained(path, dtype="float32")
+        self._generate = k3jax.generate
+        self.vocab_size = self._model.config.vocab_size
+
+    def generate(self, ids: np.ndarray, new_tokens: int) -> np.ndarray:
+        return self._generate(self._model, ids, max_new_tokens=new_tokens).token_ids
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        return np.asarray(self._model(ids))
+
+
+class PeerModel:
+    """transformers: `generate` with its cache, and one forward pass."""
+
+    def __init__(self, path: str):
+        import torch
+        import transformers
+
+        torch.set_num_threads(os.cpu_count() or 1)
+        transformers.logging.set_verbosity_error()
+        self._torch = torch
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self._model.eval()
+
+    def generate(self, ids: np.ndarray, new_tokens: int) -> np.ndarray:
+        with self._torch.no_grad():
+            out = self._model.generate(
+                self._torch.as_tensor(ids),
+                attention_mask=self._torch.ones(ids.shape, dtype=self._torch.int64),
+                do_sample=False,
+                min_new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
+                eos_token_id=None,
+                pad_token_id=0,
+                use_cache=True,
+            )
+        return out[:, ids.shape[1] :].numpy()
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        with self._torch.no_grad():
+            return self._model(self._torch.as_tensor(ids)).logits.numpy()
+
+
+if __name__ == "__main__":
+    main()
