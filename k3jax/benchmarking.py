@@ -1,4 +1,4 @@
-"""What every `scripts/bench_*.py` shares: medians with spread, a table for people, JSON for machines."""
+"""What every `scripts/bench_*.py` shares: medians with spread, a table, one line of JSON."""
 
 import datetime
 import importlib.metadata
@@ -27,16 +27,17 @@ def timed(run: Callable[[], object], *, repeats: int, warmup: int = 1) -> dict[s
 
 
 def report(name: str, rows: Sequence[Mapping[str, object]], *, save: bool = False) -> None:
-    """Prints the rows as a table and, as the last line, one JSON object; `save` keeps the latter."""
+    """Prints the rows as a table and, as the last line, one JSON object, which `save` keeps."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *([_cell(row.get(column, "")) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
-    record = {"benchmark": name, "rows": [dict(row) for row in rows], **environment()}
+    machine = environment()
+    record = {"benchmark": name, "rows": [dict(row) for row in rows], **machine}
     if save:
         RESULTS.mkdir(parents=True, exist_ok=True)
-        path = RESULTS / f"{name}-{record['device'].lower().replace(' ', '-')}.json"
+        path = RESULTS / f"{name}-{machine['device'].lower().replace(' ', '-')}.json"
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(record))
 

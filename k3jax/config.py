@@ -57,7 +57,9 @@ class LinearAttentionConfig:
     full_attn_layers: tuple[int, ...]
     short_conv_kernel_size: int = 4
     use_full_rank_gate: bool = False  # output gate g_proj (K3) instead of g_a_proj, g_b_proj
-    gate_lower_bound: float | None = None  # None: -exp(A_log) * softplus(.), else bound * sigmoid(.)
+    gate_lower_bound: float | None = (
+        None  # None: -exp(A_log) * softplus(.), else bound * sigmoid(.)
+    )
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ class K3Config:
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """"kda" or "mla" for each layer, 0-based."""
+        """ "kda" or "mla" for each layer, 0-based."""
         full = set(self.linear_attn_config.full_attn_layers)
         return tuple("mla" if i + 1 in full else "kda" for i in range(self.num_hidden_layers))
 
@@ -179,7 +181,7 @@ class K3Config:
         )
 
     def num_bank_rows(self, layer: int) -> int:
-        """AttnRes bank rows present before `layer` (0-based) runs; `num_hidden_layers` for the end."""
+        """AttnRes bank rows that exist before `layer` (0-based) runs; `num_hidden_layers`: at the end."""
         return 0 if self.attn_res_block_size is None else -(-layer // self.attn_res_block_size)
 
     # Construction.
@@ -217,9 +219,8 @@ class K3Config:
     def from_dict(cls, raw: Mapping[str, Any]) -> "K3Config":
         """Builds from the decoded JSON, nested (`text_config`) or flat."""
         text = raw.get("text_config")
-        flat = text is None
-        merged = dict(raw) if flat else _merge_levels(raw, text)
-        is_kimi_linear = flat and raw.get("model_type") == "kimi_linear"
+        merged = dict(raw) if text is None else _merge_levels(raw, text)
+        is_kimi_linear = text is None and raw.get("model_type") == "kimi_linear"
         if "model_max_length" in merged:
             length = merged.pop("model_max_length")
             if merged.setdefault("max_position_embeddings", length) != length:
@@ -231,7 +232,9 @@ class K3Config:
         merged.pop("torch_dtype", None)
         heads = merged.get("num_attention_heads")
         if (merged.pop("num_key_value_heads", None) or heads) != heads:
-            raise ConfigError("num_key_value_heads must equal num_attention_heads: MLA has one latent")
+            raise ConfigError(
+                "num_key_value_heads must equal num_attention_heads: MLA has one latent"
+            )
         if merged.get("routed_expert_hidden_size") and "latent_moe_use_norm" not in merged:
             raise ConfigError(
                 "latent_moe_use_norm is missing: it has no safe default when "
@@ -251,7 +254,7 @@ class K3Config:
 
     @classmethod
     def preset(cls, name: str) -> "K3Config":
-        """One of "k3", "k3-slice-4l", "kimi-linear-48b", "tiny", "tiny-8" (design page, section 3)."""
+        """One of "k3", "k3-slice-4l" (its first layers), "kimi-linear-48b", "tiny", "tiny-8"."""
         if name not in _PRESETS:
             raise ConfigError(f"unknown preset {name!r}; there are {sorted(_PRESETS)}")
         return _PRESETS[name]()
@@ -311,7 +314,9 @@ def _dtype_name(merged: Mapping[str, Any]) -> str:
         if merged.get(key) is not None
     }
     if len(names) > 1:
-        raise ConfigError(f"dtype={merged['dtype']!r} contradicts torch_dtype={merged['torch_dtype']!r}")
+        raise ConfigError(
+            f"dtype={merged['dtype']!r} contradicts torch_dtype={merged['torch_dtype']!r}"
+        )
     return names.pop() if names else "bfloat16"
 
 
@@ -444,7 +449,9 @@ def _validate(c: K3Config) -> None:
     ]
     for name in positive:
         require(getattr(c, name) > 0, f"{name}={getattr(c, name)} must be positive")
-    require(c.q_lora_rank is None or c.q_lora_rank > 0, f"q_lora_rank={c.q_lora_rank} must be positive")
+    require(
+        c.q_lora_rank is None or c.q_lora_rank > 0, f"q_lora_rank={c.q_lora_rank} must be positive"
+    )
     require(c.dtype in _DTYPES, f"dtype={c.dtype!r} must be one of {sorted(_DTYPES)}")
     require(
         c.mla_use_nope,

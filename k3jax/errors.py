@@ -9,7 +9,7 @@ class K3Error(Exception):
 
 
 class ConfigError(K3Error):
-    """A configuration, flag or combination of settings that contradicts itself or is not supported."""
+    """A configuration, flag or set of settings that contradicts itself or is not supported."""
 
 
 class CheckpointError(K3Error):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from k3jax.distributed.sharding import on_mesh, state_specs
@@ -68,7 +68,9 @@ def generate(
     """
     input_ids = np.asarray(input_ids)
     if input_ids.ndim != 2 or input_ids.size == 0 or input_ids.dtype.kind not in "iu":
-        raise RequestError("input_ids must be integers [batch, tokens], not empty", field="input_ids")
+        raise RequestError(
+            "input_ids must be integers [batch, tokens], not empty", field="input_ids"
+        )
     batch, width = input_ids.shape
     lengths = np.full(batch, width) if lengths is None else np.asarray(lengths)
     whole = lengths.dtype.kind in "iu" and lengths.shape == (batch,)
@@ -130,12 +132,19 @@ def generate(
 
 def new_cache(model: K3Model, batch: int, max_len: int) -> K3Cache:
     """A cache for `batch` sequences of at most `max_len` tokens, sequence b in slot b."""
-    return allocate_cache(
+    cache = allocate_cache(
         model.config,
         num_slots=batch,
         num_pages=batch * -(-max_len // PAGE_SIZE),
         page_size=PAGE_SIZE,
         dtype=model.dtype,
+    )
+    if model.mesh is None:
+        return cache
+    return jax.tree.map(
+        lambda pool, spec: jax.device_put(pool, NamedSharding(model.mesh, spec)),
+        cache,
+        cache_specs(),
     )
 
 
@@ -258,9 +267,9 @@ def decode(
 
     plain, specs = PartitionSpec(), cache_specs()
     whole = Progress(specs, plain, plain, plain)
-    return on_mesh(mesh, run, (state_specs(state), whole, plain, plain, plain), (whole, plain, plain))(
-        state, progress, sampling, stops, num_steps
-    )
+    return on_mesh(
+        mesh, run, (state_specs(state), whole, plain, plain, plain), (whole, plain, plain)
+    )(state, progress, sampling, stops, num_steps)
 
 
 def _left(left, token, stops):
@@ -315,13 +324,11 @@ class Generator:
         if prompt.dtype.kind not in "iu":
             raise RequestError("the prompt must be token ids", field="prompt")
         if prompt.min() < 0 or prompt.max() >= self.vocab_size:
-            raise RequestError(
-                f"token ids must be in 0..{self.vocab_size - 1}", field="prompt"
-            )
+            raise RequestError(f"token ids must be in 0..{self.vocab_size - 1}", field="prompt")
         if prompt.size + params.max_tokens > self.max_model_len:
             raise RequestError(
-                f"{prompt.size} prompt tokens and max_tokens={params.max_tokens} exceed the model's "
-                f"{self.max_model_len} tokens",
+                f"{prompt.size} prompt tokens and max_tokens={params.max_tokens} exceed the "
+                f"{self.max_model_len} tokens of max_model_len",
                 field="max_tokens",
             )
         stops = {*stop_token_ids, *params.stop_token_ids}

@@ -1,8 +1,8 @@
 """Peak memory and speed of loading a sharded checkpoint.
 
-Regime: one process, one CPU device, MXFP4 experts and bfloat16 elsewhere, files in the page cache or
-on disk as they happen to be. Ceiling: the model must be resident once, so the peak cannot be below
-1x its bytes; the limit that we hold is 1.3x with the interpreter included.
+Regime: one process, one CPU device, MXFP4 experts and bfloat16 elsewhere, files in the page cache
+or on disk as they happen to be. Ceiling: the model must be resident once, so the peak cannot be
+below 1x its bytes; the limit that we hold is 1.3x with the interpreter included.
 """
 
 import json
@@ -27,7 +27,7 @@ class Flags:
 
 def main() -> None:
     flags = parse_flags(Flags)
-    if flags.child:
+    if flags.child and flags.folder is not None:
         measure(flags.folder)
         return
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,7 +1,7 @@
 """Converts a checkpoint: published layout <-> Orbax, bfloat16 experts -> MXFP4, or another dtype.
 
-    python scripts/convert.py SOURCE --target FOLDER --to orbax
-    python scripts/convert.py SOURCE --target FOLDER --quantize mxfp4
+python scripts/convert.py SOURCE --target FOLDER --to orbax
+python scripts/convert.py SOURCE --target FOLDER --quantize mxfp4
 """
 
 import sys

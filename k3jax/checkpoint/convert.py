@@ -24,7 +24,7 @@ _EXPERT = re.compile(r"(.*\.block_sparse_moe\.experts\.\d+\.w[123])\.weight")
 
 
 def quantize_experts(source, target, *, max_shard_bytes: int = 5_000_000_000) -> None:
-    """Copies a published-layout folder with its routed experts as MXFP4 (checkpoint page, section 3).
+    """Copies a folder in the published layout with its routed experts packed as MXFP4.
 
     Every other tensor keeps its bytes, vision included. The config names the quantisation.
     """
@@ -71,5 +71,5 @@ def _quantized_tensors(folder: SafetensorsFolder) -> Iterator[TensorSource]:
                 f"{match.group(1)}.weight_{suffix}",
                 "U8",
                 (rows, width),
-                lambda name=name, i=i: packed(name)[i],
+                functools.partial(lambda name, i: packed(name)[i], name, i),
             )

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_huggingface(path, *, dtype=None, mesh=None) -> K3Model:
-    """A model from a folder, one parameter in flight; every tensor is consumed or refused by name."""
+    """A model from a folder, one parameter in flight; tensors are consumed or refused by name."""
     with open_checkpoint(path) as folder:
         config, plan = _plan(folder, K3Config.from_pretrained(path))
         model = K3Model(config, dtype=dtype, mesh=mesh)
@@ -115,9 +115,7 @@ def _place(folder: SafetensorsFolder, source: names.Source, aval, sharding) -> j
     """The parameter on its devices; each device's part is read for itself and then let go."""
 
     def part(index):
-        full = tuple(
-            slice(*s.indices(size)) for s, size in zip(index, aval.shape, strict=True)
-        )
+        full = tuple(slice(*s.indices(size)) for s, size in zip(index, aval.shape, strict=True))
         return source.read(folder, full, aval.dtype)
 
     array = jax.make_array_from_callback(aval.shape, sharding, part)
@@ -138,4 +136,3 @@ def _host_value(state, key):
         return fetched[0]
 
     return value
-

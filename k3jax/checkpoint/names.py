@@ -67,7 +67,10 @@ class Source:
     def write(self, value: Callable[[], np.ndarray], dtype) -> Iterator[TensorSource]:
         """What to store, from a function that gives the whole parameter."""
         yield TensorSource(
-            self.name, dtype_name(dtype), self.stored_shape, lambda: value().reshape(self.stored_shape)
+            self.name,
+            dtype_name(dtype),
+            self.stored_shape,
+            lambda: value().reshape(self.stored_shape),
         )
 
 
@@ -128,7 +131,7 @@ class KVUp(Source):
 
 @dataclass(frozen=True)
 class StackedExperts(Source):
-    """[E, 2, F, …] from w1 and w3, or [E, Z, …] from w2, of every expert. `name` has {e} and {w}."""
+    """[E, 2, F, …] from w1 and w3 of every expert, or [E, Z, …] from w2. `name` has {e} and {w}."""
 
     @property
     def _parts(self) -> tuple[str, ...]:
@@ -160,12 +163,14 @@ class StackedExperts(Source):
         for e in range(self.shape[0]):
             for i, w in enumerate(self._parts):
                 pick = (e, i) if len(self.shape) == 4 else (e,)
+                part = functools.partial(_part_of, value, pick)
                 yield TensorSource(
-                    self.name.format(e=e, w=w),
-                    dtype_name(dtype),
-                    self.shape[-2:],
-                    lambda pick=pick: value()[pick],
+                    self.name.format(e=e, w=w), dtype_name(dtype), self.shape[-2:], part
                 )
+
+
+def _part_of(value: Callable[[], np.ndarray], pick: tuple[int, ...]) -> np.ndarray:
+    return value()[pick]
 
 
 def text_prefix(names) -> str:
@@ -194,7 +199,7 @@ def sources(config: K3Config, shapes: dict[tuple, tuple[int, ...]], prefix: str)
 
 
 def skipped(config: K3Config, name: str) -> bool:
-    """Whether a tensor belongs to a part that is left out on purpose: vision, or extra MTP layers."""
+    """Whether a tensor belongs to a part left out on purpose: vision, or next-token layers."""
     if VISION.match(name):
         return True
     match = _LAYER.match(name)

@@ -56,7 +56,7 @@ def load_orbax(path, *, dtype=None, mesh=None) -> K3Model:
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             stored = checkpointer.metadata(path / STORE).item_metadata
-            _check_names({k: tuple(stored[k].shape) for k in stored.keys()}, targets, path)
+            _check_names({k: tuple(stored[k].shape) for k in stored}, targets, path)
             weights = checkpointer.restore(path / STORE, targets)
     except CheckpointError:
         raise

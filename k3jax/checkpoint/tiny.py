@@ -101,4 +101,3 @@ def ensure_tiny() -> pathlib.Path:
 def is_untrained(path) -> bool:
     """Whether a checkpoint folder is marked as holding random weights."""
     return (pathlib.Path(path) / UNTRAINED).is_file()
-

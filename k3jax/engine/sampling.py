@@ -26,9 +26,7 @@ class SamplingArrays:
     @classmethod
     def pack(cls, params: Sequence[SamplingParams]) -> "SamplingArrays":
         """A request without a seed gets one from the system's entropy."""
-        seeds = [
-            (secrets.randbits(64) if p.seed is None else p.seed) & (2**64 - 1) for p in params
-        ]
+        seeds = [(secrets.randbits(64) if p.seed is None else p.seed) & (2**64 - 1) for p in params]
         return cls(
             jnp.asarray([p.temperature for p in params], jnp.float32),
             jnp.asarray([p.top_k for p in params], jnp.int32),

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from k3jax.config import K3Config
 from k3jax.distributed.sharding import RULES
@@ -34,7 +34,10 @@ class K3Cache:
 @dataclass(frozen=True)
 class Checkpoints:
     """Snapshots to take inside a prefill: KDA memory of `sequence[m]` after `length[m]` of its new
-    tokens goes to slot `slot[m]`. Context plus length is a multiple of 64, or the sequence's end."""
+    tokens goes to slot `slot[m]`.
+
+    Context plus length is a multiple of 64, or the sequence's end.
+    """
 
     sequence: Int[Array, " M"]
     length: Int[Array, " M"]

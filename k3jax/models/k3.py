@@ -1,7 +1,9 @@
 """The Kimi K3 text model, and Kimi-Linear, which is the same without some of its parts."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +38,7 @@ CAPTURES = (
 
 
 class DecoderLayer(nnx.Module):
-    """A token mixer (KDA or MLA) and an MLP (dense or MoE), each behind its AttnRes mix and norm."""
+    """A token mixer (KDA or MLA) and an MLP (dense or MoE), each behind an AttnRes mix and a norm."""
 
     def __init__(self, config: K3Config, index: int, dtype):
         dim, eps = config.hidden_size, config.rms_norm_eps
@@ -67,7 +69,7 @@ class DecoderLayer(nnx.Module):
         cache: K3Cache | None,
         tap,
     ) -> tuple[Float[Array, "N T D"] | None, Float[Array, "T D"], K3Cache | None]:
-        """The bank of closed blocks, the running sum of the open one, and the cache, one layer on."""
+        """The bank of closed blocks, the sum of the open one, and the cache, one layer on."""
         rows = self.num_bank_rows
         x = self._mix("self_attention_res", bank, rows, prefix, tap)
         if self.opens_block:
@@ -94,11 +96,12 @@ class DecoderLayer(nnx.Module):
         return mix
 
     def _attend(self, x, batch: Batch, cache: K3Cache | None, tap):
-        if self.layer_type == "kda":
-            out, kda = self.self_attn(x, batch, cache and cache.kda, self.cache_index, tap)
-            return out, cache and K3Cache(kda, cache.mla)
-        out, mla = self.self_attn(x, batch, cache and cache.mla, self.cache_index, tap)
-        return out, cache and K3Cache(cache.kda, mla)
+        memory = getattr(cache, self.layer_type, None)
+        out, memory = self.self_attn(x, batch, memory, self.cache_index, tap)
+        if cache is None:
+            return out, None
+        changed: dict[str, Any] = {self.layer_type: memory}
+        return out, dataclasses.replace(cache, **changed)
 
 
 class K3Model(nnx.Module):
@@ -131,8 +134,7 @@ class K3Model(nnx.Module):
         model = cls(config, dtype=dtype, mesh=mesh)
         key = jax.random.key(seed)
         graphdef, state = nnx.split(model)
-        paths = list(state.flat_state())
-        for number, (path, variable) in enumerate(paths):
+        for number, (_, variable) in enumerate(state.flat_state()):
             meta = variable.get_metadata()
             value = initial_value(
                 jax.random.fold_in(key, number),
@@ -169,8 +171,8 @@ class K3Model(nnx.Module):
     ):
         """Float32 logits [B, T, vocab] of whole sequences, right-padded where `lengths` says so.
 
-        With `capture`, (logits, captured): for each name a dictionary by layer (0-based), with token
-        axes as [B, T, …]. "block_residuals" [B, T, rows, D] and "final_norm" are single arrays, and
+        With `capture`, (logits, captured): for each name a dictionary by layer (0-based), token axes
+        as [B, T, …]. "block_residuals" [B, T, rows, D] and "final_norm" are single arrays, and
         "attn_res_weights" has a key for each mix ("layers.3.mlp_res", "output_attn_res"). "router"
         holds (expert ids, weights), "kda_state" the KDA memory after each sequence. Logits and
         captures past a row's length mean nothing.

@@ -72,8 +72,14 @@ class KDA(nnx.Module):
         raw = self._project(x)
         if batch.is_decode:
             assert cache is not None, "a decode step continues a cache"
+            q, k, v, f, beta, gate = raw
             out, cache = kda_decode(
-                *raw,
+                q,
+                k,
+                v,
+                f,
+                beta,
+                gate,
                 self.weights(),
                 cache,
                 layer,
@@ -130,6 +136,7 @@ class KDA(nnx.Module):
             axis=1,
         )
         checkpoints = batch.checkpoints
+        wanted = None if checkpoints is None else (checkpoints.sequence, checkpoints.length)
         o, state, snapshots = kda_prefill(
             l2_normalize(q),
             l2_normalize(k),
@@ -139,7 +146,7 @@ class KDA(nnx.Module):
             past.state,
             segments,
             phase=batch.context_lens,
-            checkpoints=checkpoints and (checkpoints.sequence, checkpoints.length),
+            checkpoints=wanted,
         )
         sequences = jnp.arange(segments.lens.shape[0], dtype=jnp.int32)
 

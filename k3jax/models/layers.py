@@ -21,13 +21,15 @@ from pallas_kernels.common.functions import rms_norm, situ, swiglu
 
 
 def parameter(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype, init: str = "normal"):
-    """A parameter without values. `init` names how `K3Model.init` fills it (see `initial_value`)."""
+    """A parameter without values; `init` names how `initial_value` fills it."""
     if len(shape) != len(axes):
         raise ValueError(f"{shape=} and {axes=} differ in rank")
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), logical_axes=axes, init=init)
 
 
-def dot(x: Float[Array, "*B I"], weight: Float[Array, "O I"], out_dtype=None) -> Float[Array, "*B O"]:
+def dot(
+    x: Float[Array, "*B I"], weight: Float[Array, "O I"], out_dtype=None
+) -> Float[Array, "*B O"]:
     """x weight^T, accumulated in float32, in x's dtype unless told otherwise."""
     out = jax.lax.dot_general(
         x,

@@ -63,7 +63,6 @@ class MLA(nnx.Module):
         if pool is not None:
             pool = _append(pool, row, batch, layer)
         if batch.is_decode:
-            assert pool is not None, "a decode step continues a cache"
             out = self._decode(q, batch, pool, layer)
         else:
             out = self._prefill(q, row, batch, pool, layer)
@@ -80,9 +79,7 @@ class MLA(nnx.Module):
         shared = jnp.broadcast_to(shared[:, None], (*nope.shape[:2], shared.shape[-1]))
         context = None
         if pool is not None and batch.context_lens is not None:
-            context = LatentContext(
-                pool, layer, batch.page_table, batch.context_lens, k_up, v_up
-            )
+            context = LatentContext(pool, layer, batch.page_table, batch.context_lens, k_up, v_up)
         return mla_prefill(
             q,
             jnp.concatenate([nope, shared], axis=-1),
@@ -93,6 +90,7 @@ class MLA(nnx.Module):
         )
 
     def _decode(self, q, batch: Batch, pool, layer: int):
+        assert batch.context_lens is not None, "a decode step continues a cache"
         absorbed = _product("tnk,nkr->tnr", q[..., : self.nope_dim], self.k_up[...].astype(q.dtype))
         z = mla_decode(
             jnp.concatenate([absorbed, q[..., self.nope_dim :]], axis=-1),
@@ -116,14 +114,13 @@ def _product(equation: str, a, b):
 
 def _append(pool, row, batch: Batch, layer: int):
     """Writes the new rows behind each sequence's context; padding tokens write nowhere."""
-    num_tokens, page_size = row.shape[0], pool.shape[2]
+    num_tokens, page_size, table = row.shape[0], pool.shape[2], batch.page_table
+    assert table is not None, "a cache has pages"
     ids = batch.segments.ids(num_tokens)
     sequence = jnp.maximum(ids, 0)
     position = batch.segments.offsets(num_tokens)
     if batch.context_lens is not None:
         position = position + batch.context_lens[sequence]
-    page = batch.page_table[
-        sequence, jnp.clip(position // page_size, 0, batch.page_table.shape[1] - 1)
-    ]
+    page = table[sequence, jnp.clip(position // page_size, 0, table.shape[1] - 1)]
     page = jnp.where(ids >= 0, page, pool.shape[1])
     return pool.at[layer, page, position % page_size].set(row.astype(pool.dtype), mode="drop")

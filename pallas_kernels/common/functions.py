@@ -10,7 +10,9 @@ from jaxtyping import Array, Float
 L2_NORM_EPS = 1e-6  # added to the sum of squares, not to their mean
 
 
-def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+def rms_norm(
+    x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float
+) -> Float[Array, "*B D"]:
     """scale * x / rms(x): statistics in float32, rounded to x's dtype before the scale."""
     xf = x.astype(jnp.float32)
     inverse_rms = jax.lax.rsqrt(jnp.mean(xf * xf, axis=-1, keepdims=True) + eps)
@@ -42,7 +44,7 @@ def decay_gate(
 ) -> Float[Array, "*B H K"]:
     """Log decay g of Kimi Delta Attention, always float32.
 
-    lower_bound given (K3): g = lower_bound * sigmoid(exp(A_log) * (f + dt_bias)), in (lower_bound, 0).
+    lower_bound given (K3): g = lower_bound * sigmoid(exp(A_log) * (f + dt_bias)), above the bound.
     lower_bound None (Kimi-Linear): g = -exp(A_log) * softplus(f + dt_bias), unbounded below.
     bfloat16 would round a retention of 0.9999 to 1 and freeze the channel.
     """

@@ -23,10 +23,12 @@ def make(key, *, batch, heads, key_dim, value_dim, slots=None, taps=4, dtype=jnp
     activations = [normal((batch, *rest), dtype) for rest in (per_key, per_key, per_value, per_key)]
     beta, gate = normal((batch, heads), dtype), normal((batch, *per_value), dtype)
     weights = KDAWeights(
-        *(0.5 * normal((*rest, taps), jnp.float32) for rest in (per_key, per_key, per_value)),
-        A_log=normal((heads,), jnp.float32),
-        dt_bias=normal(per_key, jnp.float32),
-        o_norm=1 + 0.1 * normal((value_dim,), jnp.float32),
+        0.5 * normal((*per_key, taps), jnp.float32),
+        0.5 * normal((*per_key, taps), jnp.float32),
+        0.5 * normal((*per_value, taps), jnp.float32),
+        normal((heads,), jnp.float32),
+        normal(per_key, jnp.float32),
+        1 + 0.1 * normal((value_dim,), jnp.float32),
     )
     cache = KDACache(
         normal((2, slots, heads, key_dim, value_dim), jnp.float32),

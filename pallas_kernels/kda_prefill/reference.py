@@ -47,15 +47,17 @@ def kda_prefill(
     num_tokens = q.shape[0]
     ids = segments.ids(num_tokens)
 
-    def step(states, token):
-        q_t, k_t, v_t, g_t, beta_t, b, t = token
-        row = jnp.maximum(b, 0)
-        o_t, new = kda_step(states[row], q_t, k_t, v_t, g_t, beta_t)
-        new = jnp.where(b >= 0, new, states[row])
-        out = jnp.where(b >= 0, o_t, 0.0)
-        return states.at[row].set(new), (out, new)
+    def without_padding(x):  # zeros leave the state as it is, and carry no NaN into gradients
+        mask = jnp.expand_dims(ids >= 0, tuple(range(1, x.ndim)))
+        return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
-    tokens = (q, k, v, g, beta, ids, jnp.arange(num_tokens, dtype=jnp.int32))
+    def step(states, token):
+        *token, b = token
+        row = jnp.maximum(b, 0)
+        o, new = kda_step(states[row], *token)
+        return states.at[row].set(new), (jnp.where(b >= 0, o, 0.0), new)
+
+    tokens = (*(without_padding(x) for x in (q, k, v, g, beta)), ids)
     start = initial_state.astype(jnp.float32)
     final, (o, history) = jax.lax.scan(step, start, tokens)
     if checkpoints is None:

@@ -139,4 +139,5 @@ def _across_chunks(chunks, initial_state, grid: ChunkGrid, checkpoints):
     (_, finals, taken), outputs = jax.lax.scan(step, carry, rows)
     if checkpoints is None:
         return outputs, finals, None
-    return outputs, finals, jnp.where(at_end[:, None, None, None], finals[sequence], taken[:-1])
+    on_the_way = taken[taken_at[entry]]  # equal checkpoints share the row that one of them wrote
+    return outputs, finals, jnp.where(at_end[:, None, None, None], finals[sequence], on_the_way)

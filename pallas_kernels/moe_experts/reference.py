@@ -1,4 +1,4 @@
-"""Routed experts, every expert for every token, weighted by zero where not chosen. Small sizes only."""
+"""Routed experts, every expert for every token, weighted by zero where not chosen."""
 
 from collections.abc import Callable
 
@@ -17,8 +17,10 @@ def moe_experts(
     activation: Callable,
 ) -> Float[Array, "T Z"]:
     """See api.moe_experts."""
-    num_experts = experts.gate_up.shape[0] if isinstance(experts, DenseExperts) else (
-        experts.gate_up_packed.shape[0]
+    num_experts = (
+        experts.gate_up.shape[0]
+        if isinstance(experts, DenseExperts)
+        else (experts.gate_up_packed.shape[0])
     )
     precision = matmul_precision(x.dtype)
     total = jnp.zeros(x.shape, jnp.float32)

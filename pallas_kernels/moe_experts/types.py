@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, UInt8
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DenseExperts:
-    """E experts; gate_up[:, 0] is the gate (w1), gate_up[:, 1] the up-projection (w3), down is w2."""
+    """E experts; gate_up[:, 0] is the gate (w1), gate_up[:, 1] the up-projection (w3), down w2."""
 
     gate_up: Float[Array, "*E 2 F Z"]
     down: Float[Array, "*E Z F"]
@@ -23,7 +23,7 @@ class DenseExperts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MXFP4Experts:
-    """The same with E2M1 codes, two in a byte (low nibble first), and an E8M0 scale for 32 columns."""
+    """The same as E2M1 codes, two in a byte (low nibble first), with an E8M0 scale per 32 columns."""
 
     gate_up_packed: UInt8[Array, "*E 2 F half_Z"]
     gate_up_scale: UInt8[Array, "*E 2 F Z_by_32"]

@@ -23,7 +23,8 @@ def router(
     scores = sigmoid(logits) (or softmax); choice = scores + bias, and the bias does nothing else.
     With groups, only experts of the `kept_groups` best groups stand for choice, a group being
     judged by the sum of its two best. weights = scores of the chosen, divided by their sum + 1e-20
-    if renormalize (and top_k > 1), times scaling_factor in either case. Equal choices go to the lower id. Float32.
+    if renormalize (and top_k > 1), times scaling_factor in either case. Equal choices go to the
+    lower id. Float32.
     """
     return dispatch.first_supported(
         implementation,

@@ -35,7 +35,7 @@ def conv_tails(
     *,
     implementation: dispatch.Implementation = None,
 ) -> Float[Array, "M W_minus_1 H d"]:
-    """The tail of `sequence[m]` after its first `length[m]` tokens of this call (0: the old tail)."""
+    """The tail of `sequence[m]` after its first `length[m]` tokens here (0: the old tail)."""
     return dispatch.first_supported(
         implementation, {"xla": xla.conv_tails}, x, tail, segments, sequence, length
     )

@@ -48,8 +48,9 @@ def random_states(seed=1, count=3):
     return np.random.default_rng(seed).standard_normal((count, HEADS, K, V)).astype(np.float32)
 
 
-def run(inputs, states, starts, lens, *, phase=(0, 0, 0), at=((0, 0, 0), (0, 0, 0)), **kwargs):
-    """(o, final states, checkpoints), all through one compiled program."""
+def run(inputs, states, starts, lens, *, phase=(0, 0, 0), pairs=(), **kwargs):
+    """(o, final states, checkpoints), all through one compiled program with room for 7 pairs."""
+    at = zip(*pairs, *[(0, 0)] * (7 - len(pairs)), strict=True)
     o, final, taken = call(
         *inputs,
         states,
@@ -58,7 +59,7 @@ def run(inputs, states, starts, lens, *, phase=(0, 0, 0), at=((0, 0, 0), (0, 0, 
         checkpoints=tuple(jnp.asarray(x, jnp.int32) for x in at),
         **kwargs,
     )
-    return np.asarray(o), np.asarray(final), np.asarray(taken)
+    return np.asarray(o), np.asarray(final), np.asarray(taken)[: len(pairs)]
 
 
 def in_buffer(parts, starts, poison=np.nan):
@@ -267,12 +268,11 @@ def test_any_other_split_is_close(inputs, cuts, with_phase):
 
 
 def test_checkpoints_are_the_states_of_shorter_runs(inputs):
-    """After 0 tokens, on the chunk grid, and at an end that is not on it."""
+    """After 0 tokens, on the chunk grid, and at an end that is not on it; one asked for twice."""
     states = random_states()
     starts, lens = [0, 70, 70], [70, 0, 250]
-    pairs = [(2, 0), (2, 64), (2, 192), (2, 250), (0, 64), (0, 70), (1, 0)]
-    at = tuple(zip(*pairs, strict=True))
-    o, final, taken = run(inputs, states, starts, lens, at=at)
+    pairs = [(2, 0), (2, 192), (2, 250), (0, 64), (0, 70), (1, 0), (2, 192)]
+    o, final, taken = run(inputs, states, starts, lens, pairs=pairs)
     for (b, length), got in zip(pairs, taken, strict=True):
         own = piece(inputs, starts[b], starts[b] + length)
         _, shorter, _ = run(in_buffer([own], [0]), states[[b, 0, 0]], [0, 0, 0], [length, 0, 0])
@@ -281,7 +281,7 @@ def test_checkpoints_are_the_states_of_shorter_runs(inputs):
     without = run(inputs, states, starts, lens)
     np.testing.assert_array_equal(o, without[0])
     np.testing.assert_array_equal(final, without[1])
-    reference = run(inputs, states, starts, lens, at=at, implementation="reference")
+    reference = run(inputs, states, starts, lens, pairs=pairs, implementation="reference")
     assert_close(taken, reference[2], CHUNKED)
 
 
@@ -289,8 +289,7 @@ def test_checkpoints_lie_on_the_grid_of_the_phase(inputs):
     """A sequence with 30 tokens behind it reaches positions 64 and 128 after 34 and 98 more."""
     states = random_states()
     pairs = [(0, 34), (0, 98), (0, 0), (0, 200)]
-    at = tuple(zip(*pairs, strict=True))
-    _, _, taken = run(inputs, states, [0, 200, 200], [200, 0, 0], phase=[30, 0, 0], at=at)
+    _, _, taken = run(inputs, states, [0, 200, 200], [200, 0, 0], phase=[30, 0, 0], pairs=pairs)
     history = oracle.kda(*piece(inputs, 0, 200), states[0])[1]
     for (_, length), got in zip(pairs, taken, strict=True):
         assert_close(got, history[length], CHUNKED, f"{length=}")
@@ -300,10 +299,10 @@ def test_checkpoints_lie_on_the_grid_of_the_phase(inputs):
 # The ends of the range.
 
 
-def check_against_float64(parts, state, limit, starts=(0, 0, 0)):
+def check_against_float64(parts, state, limit):
     length = len(parts[0])
     buffers = in_buffer([parts], [0])
-    o, final, _ = run(buffers, np.stack([state] * 3), starts, [length, 0, 0])
+    o, final, _ = run(buffers, np.stack([state] * 3), [0, 0, 0], [length, 0, 0])
     expected, history = oracle.kda(*parts, state)
     assert np.all(np.isfinite(o)) and np.all(np.isfinite(final))
     assert_close(o[:length], expected, limit, "o")
@@ -348,12 +347,15 @@ def test_identical_keys_without_decay(inputs, decay):
 
 
 def test_very_strong_softplus_decays(inputs):
-    """The unbounded gate reaches -200 a token: everything before is gone, nothing is NaN."""
+    """The unbounded gate reaches -200 a token: what came before is gone, nothing is NaN.
+
+    The sums of decays in a chunk reach -3000 here, where float32 has steps of 2.4e-4, and the
+    difference of two sums is an exponent: hence the limit.
+    """
     q, k, v, g, beta = piece(inputs, 0, 300)
     g = -np.exp(np.random.default_rng(2).uniform(-9, np.log(200), g.shape)).astype(np.float32)
     g[100:110] = -200
-    g[150, :, ::2] = -1e4
-    check_against_float64([q, k, v, g, beta], random_states()[0], CHUNKED)
+    check_against_float64([q, k, v, g, beta], random_states()[0], 2.5e-4)
 
 
 def test_long_context():
