@@ -181,7 +181,7 @@ class K3Config:
         )
 
     def num_bank_rows(self, layer: int) -> int:
-        """AttnRes bank rows that exist before `layer` (0-based) runs; `num_hidden_layers`: at the end."""
+        """AttnRes bank rows before `layer` (0-based) runs; with `num_hidden_layers`, at the end."""
         return 0 if self.attn_res_block_size is None else -(-layer // self.attn_res_block_size)
 
     # Construction.

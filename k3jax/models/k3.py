@@ -38,7 +38,7 @@ CAPTURES = (
 
 
 class DecoderLayer(nnx.Module):
-    """A token mixer (KDA or MLA) and an MLP (dense or MoE), each behind an AttnRes mix and a norm."""
+    """A token mixer (KDA or MLA) and an MLP (dense or MoE), each behind an AttnRes mix and norm."""
 
     def __init__(self, config: K3Config, index: int, dtype):
         dim, eps = config.hidden_size, config.rms_norm_eps
@@ -171,8 +171,8 @@ class K3Model(nnx.Module):
     ):
         """Float32 logits [B, T, vocab] of whole sequences, right-padded where `lengths` says so.
 
-        With `capture`, (logits, captured): for each name a dictionary by layer (0-based), token axes
-        as [B, T, …]. "block_residuals" [B, T, rows, D] and "final_norm" are single arrays, and
+        With `capture`, (logits, captured): for each name a dictionary by layer (0-based), with
+        token axes as [B, T, …]. "block_residuals" [B, T, rows, D] and "final_norm" are single arrays, and
         "attn_res_weights" has a key for each mix ("layers.3.mlp_res", "output_attn_res"). "router"
         holds (expert ids, weights), "kda_state" the KDA memory after each sequence. Logits and
         captures past a row's length mean nothing.

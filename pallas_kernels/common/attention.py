@@ -45,5 +45,5 @@ def merge_attention(a, b):
 
 
 def matmul_precision(dtype) -> jax.lax.Precision:
-    """True float32 products for float32 operands (TF32 flips experts); narrower ones do not care."""
+    """True float32 products for float32 operands; TF32 would flip experts."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT

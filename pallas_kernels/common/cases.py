@@ -10,7 +10,7 @@ import jax
 
 @dataclass(frozen=True)
 class Case:
-    """`make(key, **sizes)` gives the arrays of one call of the operator: (positional, by keyword)."""
+    """`make(key, **sizes)` gives the arrays of one call: (positional, by keyword)."""
 
     make: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     sizes: Mapping[str, Any]
