@@ -172,10 +172,10 @@ class K3Model(nnx.Module):
         """Float32 logits [B, T, vocab] of whole sequences, right-padded where `lengths` says so.
 
         With `capture`, (logits, captured): for each name a dictionary by layer (0-based), with
-        token axes as [B, T, …]. "block_residuals" [B, T, rows, D] and "final_norm" are single arrays, and
-        "attn_res_weights" has a key for each mix ("layers.3.mlp_res", "output_attn_res"). "router"
-        holds (expert ids, weights), "kda_state" the KDA memory after each sequence. Logits and
-        captures past a row's length mean nothing.
+        token axes as [B, T, …]. "block_residuals" [B, T, rows, D] and "final_norm" are single
+        arrays, and "attn_res_weights" has a key for each mix ("layers.3.mlp_res",
+        "output_attn_res"). "router" holds (expert ids, weights), "kda_state" the KDA memory after
+        each sequence. Logits and captures past a row's length mean nothing.
         """
         input_ids = jnp.asarray(input_ids, jnp.int32)
         if input_ids.ndim != 2:

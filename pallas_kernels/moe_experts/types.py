@@ -23,7 +23,7 @@ class DenseExperts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MXFP4Experts:
-    """The same as E2M1 codes, two in a byte (low nibble first), and an E8M0 scale per 32 columns."""
+    """As E2M1 codes, two in a byte (low nibble first), and an E8M0 scale per 32 columns."""
 
     gate_up_packed: UInt8[Array, "*E 2 F half_Z"]
     gate_up_scale: UInt8[Array, "*E 2 F Z_by_32"]
