@@ -8,6 +8,7 @@ about once. Settings that contradict each other raise `ConfigError` and name the
 import dataclasses
 import json
 import logging
+import math
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -196,21 +197,22 @@ class K3Config:
             raise CheckpointError("no config.json there; is this a checkpoint folder?", file=file)
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             raise CheckpointError(f"config.json cannot be read: {error}", file=file) from error
         if not isinstance(raw, dict):
             raise CheckpointError("config.json holds no JSON object", file=file)
-        named = set(raw.get("architectures") or ()) | set(
-            (raw.get("text_config") or {}).get("architectures") or ()
-        )
-        if raw.get("model_type") not in _MODEL_TYPES or not named <= _ARCHITECTURES:
-            raise CheckpointError(
-                f"unknown architecture: model_type={raw.get('model_type')!r}, architectures="
-                f"{sorted(named)}; k3jax reads model_type {sorted(_MODEL_TYPES)} with "
-                f"{sorted(_ARCHITECTURES)}",
-                file=file,
-            )
         try:
+            named = _strings(raw.get("architectures") or (), "architectures")
+            if text := raw.get("text_config"):
+                inner = _object(text, "text_config").get("architectures")
+                named += _strings(inner or (), "text_config.architectures")
+            kind = raw.get("model_type")
+            if kind not in sorted(_MODEL_TYPES) or not _ARCHITECTURES.issuperset(named):
+                raise CheckpointError(
+                    f"unknown architecture: model_type={kind!r}, architectures={list(named)}; "
+                    f"k3jax reads model_type {sorted(_MODEL_TYPES)} with {sorted(_ARCHITECTURES)}",
+                    file=file,
+                )
             return cls.from_dict(raw)
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from error
@@ -219,7 +221,7 @@ class K3Config:
     def from_dict(cls, raw: Mapping[str, Any]) -> "K3Config":
         """Builds from the decoded JSON, nested (`text_config`) or flat."""
         text = raw.get("text_config")
-        merged = dict(raw) if text is None else _merge_levels(raw, text)
+        merged = dict(raw) if text is None else _merge_levels(raw, _object(text, "text_config"))
         is_kimi_linear = text is None and raw.get("model_type") == "kimi_linear"
         if "model_max_length" in merged:
             length = merged.pop("model_max_length")
@@ -230,6 +232,8 @@ class K3Config:
                 )
         merged["dtype"] = _dtype_name(merged)
         merged.pop("torch_dtype", None)
+        if merged.get("activation_situ_beta") == 0:
+            del merged["activation_situ_beta"]  # as good as absent in the reference model
         heads = merged.get("num_attention_heads")
         if (merged.pop("num_key_value_heads", None) or heads) != heads:
             raise ConfigError(
@@ -247,9 +251,11 @@ class K3Config:
             if merged.get(key) is None and kind == "required":
                 raise ConfigError(f"{key} is missing")
             if merged.get(key) is not None:
-                merged[key] = _build(block, merged[key], where=f"{key}.")
+                merged[key] = _build(block, _object(merged[key], key), where=f"{key}.")
         if merged.get("quantization_config") is not None:
-            merged["quantization_config"] = _quantization(merged["quantization_config"])
+            merged["quantization_config"] = _quantization(
+                _object(merged["quantization_config"], "quantization_config")
+            )
         return _build(cls, merged | {"is_kimi_linear": is_kimi_linear})
 
     @classmethod
@@ -322,15 +328,17 @@ def _dtype_name(merged: Mapping[str, Any]) -> str:
 
 def _quantization(raw: Mapping[str, Any]) -> QuantizationConfig:
     """Accepts weight-only MXFP4 in groups of 32 input columns, as compressed-tensors writes it."""
-    groups = list((raw.get("config_groups") or {}).values())
-    formats = {raw.get("format"), *(g.get("format") for g in groups)} - {None}
-    if formats != {"mxfp4-pack-quantized"}:
+    name = "quantization_config.config_groups"
+    groups = [_object(g, name) for g in _object(raw.get("config_groups") or {}, name).values()]
+    formats = [raw.get("format"), *(group.get("format") for group in groups)]
+    formats = [format_ for format_ in formats if format_ is not None]
+    if not formats or any(format_ != "mxfp4-pack-quantized" for format_ in formats):
         raise ConfigError(
-            f"quantization_config.format={sorted(formats)} is not supported; "
+            f"quantization_config.format={formats} is not supported; "
             "k3jax reads mxfp4-pack-quantized"
         )
     for group in groups:
-        weights = group.get("weights") or {}
+        weights = _object(group.get("weights") or {}, f"{name} weights")
         expected = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
         for key, value in expected.items():
             if weights.get(key, value) != value:
@@ -340,7 +348,9 @@ def _quantization(raw: Mapping[str, Any]) -> QuantizationConfig:
         if group.get("input_activations") is not None:
             raise ConfigError("quantization_config.input_activations must be null: weights only")
     ignore = raw.get("ignore")
-    return QuantizationConfig() if ignore is None else QuantizationConfig(ignore=tuple(ignore))
+    if ignore is None:
+        return QuantizationConfig()
+    return QuantizationConfig(ignore=_strings(ignore, "quantization_config.ignore"))
 
 
 def _quantization_dict(quantization: QuantizationConfig) -> dict[str, Any]:
@@ -405,8 +415,10 @@ def _checked(spec: dataclasses.Field, value, name: str):
     """`value` as the field's type; integers must be integers, lists become tuples."""
     kinds = str(spec.type)
     if "tuple" in kinds:
-        if not isinstance(value, (list, tuple)):
-            raise ConfigError(f"{name}={value!r} must be a list")
+        if "str" in kinds:
+            return _strings(value, name)
+        if not isinstance(value, (list, tuple)) or not all(type(item) is int for item in value):
+            raise ConfigError(f"{name}={value!r} must be a list of integers")
         return tuple(value)
     if value is None or not isinstance(value, (bool, int, float, str)):
         if value is None or dataclasses.is_dataclass(value):
@@ -419,12 +431,26 @@ def _checked(spec: dataclasses.Field, value, name: str):
     if wanted == "int" and (isinstance(value, bool) or not isinstance(value, int)):
         raise ConfigError(f"{name}={value!r} must be an integer")
     if wanted == "float":
-        if isinstance(value, (bool, str)):
+        if isinstance(value, (bool, str)) or not math.isfinite(value):
             raise ConfigError(f"{name}={value!r} must be a number")
         return float(value)
     if wanted == "str" and not isinstance(value, str):
         raise ConfigError(f"{name}={value!r} must be a string")
     return value
+
+
+def _object(value, name: str) -> Mapping[str, Any]:
+    """`value` if it is a JSON object."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r} must be an object")
+    return value
+
+
+def _strings(value, name: str) -> tuple[str, ...]:
+    """`value` if it is a list of strings."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f"{name}={value!r} must be a list of strings")
+    return tuple(value)
 
 
 def _validate(c: K3Config) -> None:
@@ -446,19 +472,24 @@ def _validate(c: K3Config) -> None:
         "v_head_dim",
         "max_position_embeddings",
         "moe_layer_freq",
+        "activation_situ_beta",
+        "rms_norm_eps",
+        "mla_lora_norm_eps",
+        "initializer_range",
     ]
     for name in positive:
         require(getattr(c, name) > 0, f"{name}={getattr(c, name)} must be positive")
-    require(
-        c.q_lora_rank is None or c.q_lora_rank > 0, f"q_lora_rank={c.q_lora_rank} must be positive"
-    )
+    for name in ("q_lora_rank", "attn_res_block_size", "activation_situ_linear_beta"):
+        value = getattr(c, name)
+        require(value is None or value > 0, f"{name}={value} must be positive or null")
+    for name in ("num_experts", "first_k_dense_replace", "num_nextn_predict_layers"):
+        require(getattr(c, name) >= 0, f"{name}={getattr(c, name)} must not be negative")
     require(c.dtype in _DTYPES, f"dtype={c.dtype!r} must be one of {sorted(_DTYPES)}")
     require(
         c.mla_use_nope,
         "mla_use_nope=false is not supported: K3 and Kimi-Linear rotate no key of the text model",
     )
     require(c.hidden_act in ("silu", "situ"), f"hidden_act={c.hidden_act!r} must be silu or situ")
-    require(c.rms_norm_eps > 0, f"rms_norm_eps={c.rms_norm_eps} must be positive")
 
     linear = c.linear_attn_config
     for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
@@ -478,16 +509,11 @@ def _validate(c: K3Config) -> None:
         "linear_attn_config.kda_layers and full_attn_layers must together name each of the layers "
         f"1..{c.num_hidden_layers} once (num_hidden_layers={c.num_hidden_layers})",
     )
-    require(
-        c.attn_res_block_size is None or c.attn_res_block_size > 0,
-        f"attn_res_block_size={c.attn_res_block_size} must be positive or null",
-    )
     if c.num_experts:
         _validate_moe(c, require)
     else:
         require(
-            c.first_k_dense_replace >= 0 and not c.routed_expert_hidden_size,
-            "routed_expert_hidden_size is set but num_experts is 0",
+            not c.routed_expert_hidden_size, "routed_expert_hidden_size is set but num_experts is 0"
         )
         require(c.quantization_config is None, "quantization_config is set but num_experts is 0")
     if c.media_placeholder_token_id is not None:
@@ -537,6 +563,8 @@ def _validate_moe(c: K3Config, require) -> None:
         "latent_moe_use_norm=true without routed_expert_hidden_size: there is no latent to norm",
     )
     if c.quantization_config is not None:
+        group = c.quantization_config.group_size
+        require(group == 32, f"quantization_config.group_size={group} must be 32, as MXFP4 has it")
         for name, width in (
             ("moe_intermediate_size", c.moe_intermediate_size),
             ("expert input width", c.expert_hidden_size),

@@ -5,6 +5,7 @@ that faster engines are compared with, and it serves one request at a time.
 """
 
 import functools
+import operator
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -76,14 +77,13 @@ def generate(
     whole = lengths.dtype.kind in "iu" and lengths.shape == (batch,)
     if not whole or lengths.min() < 1 or lengths.max() > width:
         raise RequestError(f"lengths must be {batch} integers in 1..{width}", field="lengths")
-    if max_new_tokens < 1:
-        raise RequestError("max_new_tokens must be at least 1", field="max_new_tokens")
+    max_new_tokens = _count(max_new_tokens, "max_new_tokens")
     if input_ids.min() < 0 or input_ids.max() >= model.config.vocab_size:
         raise RequestError(
             f"input_ids must be in 0..{model.config.vocab_size - 1}", field="input_ids"
         )
-    if prefill_chunk is not None and prefill_chunk < 1:
-        raise RequestError("prefill_chunk must be at least 1", field="prefill_chunk")
+    chunk = width if prefill_chunk is None else _count(prefill_chunk, "prefill_chunk")
+    chunk = min(width, chunk)
     each = [params] * batch if isinstance(params, SamplingParams) else list(params)
     if len(each) != batch:
         raise RequestError(f"params must be one for each of {batch} sequences", field="params")
@@ -95,7 +95,6 @@ def generate(
     graphdef, state = nnx.split(model)
     cache = new_cache(model, batch, width + max_new_tokens)
     left = jnp.full((batch,), max_new_tokens, jnp.int32)
-    chunk = min(width, prefill_chunk or width)
     padded = np.pad(input_ids.astype(np.int32), ((0, 0), (0, -width % chunk)))
     firsts, rows = [], []
     for start in range(0, width, chunk):
@@ -128,6 +127,17 @@ def generate(
         kept = np.concatenate([np.asarray(row)[:, None], np.asarray(logits)], axis=1)
         kept = kept[:, :max_new_tokens]
     return GenerateOutput(token_ids, (token_ids >= 0).sum(axis=1), kept, progress.cache)
+
+
+def _count(value, field: str) -> int:
+    """A positive number of tokens, also from NumPy."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise RequestError(f"{field} must be an integer", field=field) from None
+    if count < 1:
+        raise RequestError(f"{field} must be at least 1", field=field)
+    return count
 
 
 def new_cache(model: K3Model, batch: int, max_len: int) -> K3Cache:

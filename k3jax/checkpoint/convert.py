@@ -47,6 +47,8 @@ def quantize_experts(source, target, *, max_shard_bytes: int = 5_000_000_000) ->
 
 def copy_companions(source, target) -> None:
     """Copies what stands beside the weights: tokenizer, generation and preprocessor files."""
+    if pathlib.Path(source).samefile(target):
+        return
     for file in pathlib.Path(source).iterdir():
         weights = file.suffix in (".safetensors", ".partial") or file.name == INDEX_NAME
         if file.is_file() and not weights and file.name != "config.json":

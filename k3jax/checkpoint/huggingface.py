@@ -55,7 +55,8 @@ def check_huggingface(path) -> tuple[K3Config, SafetensorsFolder]:
 def save_huggingface(model: K3Model, path, *, max_shard_bytes: int = 5_000_000_000) -> None:
     """Writes the model's weights in its own dtype, packed experts with the bytes they have."""
     path = pathlib.Path(path)
-    config = model.config.replace(dtype=model.dtype.name)
+    # Layers that were left out on loading are not promised either.
+    config = model.config.replace(dtype=model.dtype.name, num_nextn_predict_layers=0)
     if config.vision_config is not None:
         logger.warning("the vision tower is not loaded and is not saved: %s is text only", path)
         config = config.replace(vision_config=None)
@@ -67,11 +68,13 @@ def save_huggingface(model: K3Model, path, *, max_shard_bytes: int = 5_000_000_0
         for key, source in plan.items():
             yield from source.write(_host_value(state, key), state[key].get_value().dtype)
 
+    text = json.dumps(config.to_dict(), indent=2, ensure_ascii=False)
+    partial = path / "config.json.partial"  # a full disk must show before anything is replaced
     try:
         path.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text + "\n", encoding="utf-8")
         write_checkpoint(path, tensors(), max_shard_bytes=max_shard_bytes)
-        text = json.dumps(config.to_dict(), indent=2, ensure_ascii=False)
-        (path / "config.json").write_text(text + "\n", encoding="utf-8")
+        partial.replace(path / "config.json")
     except OSError as error:
         raise CheckpointError(f"cannot save: {error}", file=path) from error
 
@@ -82,7 +85,7 @@ def _plan(folder: SafetensorsFolder, config: K3Config):
     prefix = names.text_prefix(folder.names)
     _, state = nnx.split(K3Model(config))
     shapes = {key: variable.get_value().shape for key, variable in state.flat_state()}
-    plan = names.sources(config, shapes, prefix)
+    plan = names.sources(config, shapes, prefix, names.top_prefix(folder.names, prefix))
     consumed = set()
     for source in plan.values():
         source.check(folder)

@@ -188,14 +188,29 @@ def text_prefix(names) -> str:
     return found.pop()
 
 
+def top_prefix(names, prefix: str) -> str:
+    """What stands before `embed_tokens`: vLLM's spelling shortens the names of layers alone."""
+    longer = f"{prefix}model."
+    return longer if f"{longer}embed_tokens.weight" in names else prefix
+
+
 def published_prefix(config: K3Config) -> str:
     """The prefix that the writer uses."""
     return "model." if config.is_kimi_linear else "language_model.model."
 
 
-def sources(config: K3Config, shapes: dict[tuple, tuple[int, ...]], prefix: str):
-    """path -> Source for every parameter; `shapes` are those of the parameters."""
-    return {path: _source(config, path, shape, prefix) for path, shape in shapes.items()}
+def sources(
+    config: K3Config, shapes: dict[tuple, tuple[int, ...]], prefix: str, top: str | None = None
+) -> dict[tuple, Source]:
+    """path -> Source for every parameter; `shapes` are those of the parameters.
+
+    `prefix` stands before `layers.`, `top` (the same where it is None) before the other names.
+    """
+    top = prefix if top is None else top
+    return {
+        path: _source(config, path, shape, prefix if path[0] == "layers" else top)
+        for path, shape in shapes.items()
+    }
 
 
 def skipped(config: K3Config, name: str) -> bool:
@@ -210,8 +225,8 @@ def skipped(config: K3Config, name: str) -> bool:
 
 
 def _source(config: K3Config, path: tuple, shape: tuple[int, ...], prefix: str) -> Source:
-    head = prefix.removesuffix("model.") if prefix.endswith("model.") else prefix
     if path[0] == "lm_head":
+        head = "language_model." if prefix.startswith("language_model.") else ""
         return Source(f"{head}lm_head.weight", shape, shape)
     name = prefix + ".".join(str(part) for part in path)
     if match := re.fullmatch(r"(.*_res)\.(norm|proj)", name):

@@ -25,16 +25,23 @@ def save_orbax(model: K3Model, path) -> None:
     """Writes config.json and the weights, each under its dotted parameter name."""
     path = pathlib.Path(path).absolute()
     weights = {_dotted(key): v.get_value() for key, v in nnx.state(model).flat_state()}
+    config = model.config.replace(
+        dtype=model.dtype.name, num_nextn_predict_layers=0, vision_config=None
+    )
+    store, fresh, old = (path / f"{STORE}{suffix}" for suffix in ("", ".partial", ".old"))
+    partial = path / "config.json.partial"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        fresh = path / f"{STORE}.partial"
-        shutil.rmtree(fresh, ignore_errors=True)
+        for left_over in (fresh, old):
+            shutil.rmtree(left_over, ignore_errors=True)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(fresh, weights)
-        shutil.rmtree(path / STORE, ignore_errors=True)
-        fresh.rename(path / STORE)
-        config = model.config.replace(dtype=model.dtype.name, vision_config=None)
-        (path / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        partial.write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        if store.exists():
+            store.rename(old)
+        fresh.rename(store)
+        partial.replace(path / "config.json")
+        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"cannot save: {error}", file=path) from error
 

@@ -1,6 +1,7 @@
 """The Kimi K3 text model, and Kimi-Linear, which is the same without some of its parts."""
 
 import dataclasses
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -114,9 +115,7 @@ class K3Model(nnx.Module):
         check_divisible(config, mesh)
         self.config = config
         self.mesh = mesh
-        self.dtype = jnp.dtype(config.dtype if dtype is None else dtype)
-        if self.dtype not in (jnp.float32, jnp.bfloat16):
-            raise ConfigError(f"dtype={self.dtype.name!r} must be float32 or bfloat16")
+        self.dtype = _model_dtype(config.dtype if dtype is None else dtype)
         dim, eps, dtype = config.hidden_size, config.rms_norm_eps, self.dtype
         self.embed_tokens = Embedding(config.vocab_size, dim, dtype)
         self.layers = nnx.List(
@@ -234,6 +233,13 @@ class K3Model(nnx.Module):
             for path, variable in nnx.state(self, nnx.Param).flat_state()
             if not path[-1].endswith("_scale")
         )
+
+
+def _model_dtype(wanted) -> jnp.dtype:
+    with contextlib.suppress(TypeError):
+        if (dtype := jnp.dtype(wanted)) in (jnp.float32, jnp.bfloat16):
+            return dtype
+    raise ConfigError(f"dtype={wanted!r} must be float32 or bfloat16")
 
 
 def _no_tap(name: str, value: Callable, **where) -> None:

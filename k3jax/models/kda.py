@@ -138,8 +138,8 @@ class KDA(nnx.Module):
         checkpoints = batch.checkpoints
         wanted = None if checkpoints is None else (checkpoints.sequence, checkpoints.length)
         o, state, snapshots = kda_prefill(
-            l2_normalize(q),
-            l2_normalize(k),
+            l2_normalize(q).astype(v.dtype),  # the chunked kernels of the reference round here
+            l2_normalize(k).astype(v.dtype),
             v,
             decay_gate(f, weights.A_log, weights.dt_bias, self.gate_lower_bound),
             jax.nn.sigmoid(beta.astype(jnp.float32)),

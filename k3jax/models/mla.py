@@ -113,7 +113,7 @@ def _product(equation: str, a, b):
 
 
 def _append(pool, row, batch: Batch, layer: int):
-    """Writes the new rows behind each sequence's context; padding tokens write nowhere."""
+    """Writes the new rows behind each sequence's context; rows without a place write nowhere."""
     num_tokens, page_size, table = row.shape[0], pool.shape[2], batch.page_table
     assert table is not None, "a cache has pages"
     ids = batch.segments.ids(num_tokens)
@@ -121,6 +121,8 @@ def _append(pool, row, batch: Batch, layer: int):
     position = batch.segments.offsets(num_tokens)
     if batch.context_lens is not None:
         position = position + batch.context_lens[sequence]
-    page = table[sequence, jnp.clip(position // page_size, 0, table.shape[1] - 1)]
-    page = jnp.where(ids >= 0, page, pool.shape[1])
+    column = position // page_size
+    has_place = (ids >= 0) & (column < table.shape[1])
+    page = table[sequence, jnp.where(has_place, column, 0)]
+    page = jnp.where(has_place, page, pool.shape[1])
     return pool.at[layer, page, position % page_size].set(row.astype(pool.dtype), mode="drop")

@@ -18,9 +18,12 @@ class Case:
 
     def arguments(self, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Random arrays with plausible values: (positional, by keyword)."""
-        return jax.jit(functools.partial(self.make, **self.sizes))(jax.random.key(seed))
+        return jax.jit(functools.partial(self.make, **self.sizes))(_key(seed))
 
     def avals(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same as shapes and dtypes, without memory."""
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        return jax.eval_shape(functools.partial(self.make, **self.sizes), key)
+        return jax.eval_shape(functools.partial(self.make, **self.sizes), jax.eval_shape(_key))
+
+
+def _key(seed: int = 0):
+    return jax.random.key(seed, impl="rbg")  # compiles in a third of the default's time

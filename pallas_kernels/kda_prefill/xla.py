@@ -86,20 +86,36 @@ def _lead(x, like):
     return jnp.expand_dims(x, tuple(range(like.ndim - 2)))
 
 
+def _unit_lower_inverse(matrix):
+    """Inverse of I + L, with L the strictly lower part of `matrix` [..., C, C].
+
+    By block forward substitution: [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]], which is
+    M - M B M when M holds the inverses of A and C. Blocks double from 1 to C / 2. (The product
+    (I - L)(I + L^2)(I + L^4)… has fewer factors but cancels catastrophically beyond 16 rows.)
+    """
+    size = matrix.shape[-1]
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), matrix.shape)
+    half = 1
+    while half < size:
+        part = jnp.arange(size, dtype=jnp.int32) // half
+        below = (part[:, None] % 2 == 1) & (part[:, None] - 1 == part[None, :])
+        below = jnp.expand_dims(below, tuple(range(matrix.ndim - 2)))
+        step = _dot("...rc,...cs->...rs", jnp.where(below, matrix, 0.0), inverse)
+        inverse = inverse - _dot("...rc,...cs->...rs", inverse, step)
+        half *= 2
+    return inverse
+
+
 def _within_chunks(q, k, v, g, beta):
     """Everything that needs no state, for all chunks at once; [N, H, C, ...] each."""
     # The running sum as a product: XLA would fuse a cumsum into each of its readers and redo it.
     G = _dot("rs,nhsk->nhrk", jnp.tril(jnp.ones((CHUNK, CHUNK), jnp.float32)), g)
     scale = beta[..., None]
     corrections, attention = _decayed_scores((k * scale, q), k, G)
-    # (I + L) [w | u] = beta [exp(G) k | v] with L strictly lower, by forward substitution.
-    right = jnp.concatenate([k * jnp.exp(G), v], axis=-1) * scale
-    solved = jax.lax.linalg.triangular_solve(
-        corrections, right, left_side=True, lower=True, unit_diagonal=True
-    )
+    inverse = _unit_lower_inverse(corrections)
     return {
-        "w": solved[..., : k.shape[-1]],
-        "u": solved[..., k.shape[-1] :],
+        "w": _dot("nhrs,nhsk->nhrk", inverse, k * scale * jnp.exp(G)),
+        "u": _dot("nhrs,nhsv->nhrv", inverse, v * scale),
         "attention": attention,
         "q": q * jnp.exp(G),
         "k": k * jnp.exp(G[:, :, -1:] - G),

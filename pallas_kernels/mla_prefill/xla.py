@@ -44,6 +44,10 @@ def _among_new(q, k, v, segments: Segments, scale):
     num_tokens = q.shape[0]
     ids = segments.ids(num_tokens)
     index = jnp.arange(num_tokens, dtype=jnp.int32)
+    # A probability of zero times NaN is NaN. So values that are not finite are taken out, and only
+    # the queries that attend to them become NaN: other sequences of the batch stay as they are.
+    broken = ~jnp.all(jnp.isfinite(v), axis=(1, 2))
+    v = jnp.where(broken[:, None, None], jnp.zeros((), v.dtype), v)
     parts = []
     for start in range(0, num_tokens, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, num_tokens)
@@ -54,6 +58,8 @@ def _among_new(q, k, v, segments: Segments, scale):
         out, lse = masked_attention(
             scores, jnp.broadcast_to(mask[None], scores.shape), jnp.moveaxis(v[keys], 1, 0)
         )
+        sees_broken = jnp.any(mask & broken[None, keys], axis=1)
+        out = jnp.where(sees_broken[None, :, None], jnp.nan, out)
         parts.append((jnp.moveaxis(out, 0, 1), lse.T))
     return tuple(jnp.concatenate(side, axis=0) for side in zip(*parts, strict=True))
 

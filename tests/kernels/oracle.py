@@ -1,6 +1,12 @@
 """What the operator tests compare with: loops in float64 NumPy, and the metric of the goldens."""
 
+import jax
 import numpy as np
+
+
+def on_host(jitted):
+    """A jitted function that returns NumPy arrays: what a test slices there compiles nothing."""
+    return lambda *args, **kwargs: jax.device_get(jitted(*args, **kwargs))
 
 
 def assert_close(actual, expected, limit: float, name: str = "") -> None:
@@ -36,7 +42,7 @@ def short_conv(x, weight, tail):
 
 
 def attention(q, k, v, scale):
-    """Softmax attention of one query [N, K] over keys [S, N, K] and values [S, N, V]; 0 over none."""
+    """Softmax attention of one query [N, K] over keys [S, N, K], values [S, N, V]; 0 over none."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     if not len(k):
         return np.zeros(v.shape[1:])

@@ -47,7 +47,9 @@ def check(mask, owner, shift=0.0):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.lists(st.booleans(), min_size=KEYS, max_size=KEYS), min_size=QUERIES, max_size=QUERIES),
+    st.lists(
+        st.lists(st.booleans(), min_size=KEYS, max_size=KEYS), min_size=QUERIES, max_size=QUERIES
+    ),
     st.lists(st.integers(0, 3), min_size=KEYS, max_size=KEYS),
 )
 def test_any_split_of_the_keys_merges_to_the_whole(mask, owner):

@@ -18,12 +18,12 @@ from pallas_kernels.common.segments import Segments
 from pallas_kernels.kda_prefill import kda_prefill
 from pallas_kernels.kda_prefill.reference import kda_step
 from tests.kernels import oracle
-from tests.kernels.oracle import assert_close
+from tests.kernels.oracle import assert_close, on_host
 
 TOKENS, HEADS, K, V = 320, 2, 16, 24  # K != V: a transposed state fails on its shape
 CHUNKED = 2e-5  # the goldens' limit for two orders of float32 sums
 
-call = jax.jit(kda_prefill, static_argnames="implementation")
+call = on_host(jax.jit(kda_prefill, static_argnames="implementation"))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def run(inputs, states, starts, lens, *, phase=(0, 0, 0), pairs=(), **kwargs):
         checkpoints=tuple(jnp.asarray(x, jnp.int32) for x in at),
         **kwargs,
     )
-    return np.asarray(o), np.asarray(final), np.asarray(taken)[: len(pairs)]
+    return o, final, taken[: len(pairs)]
 
 
 def in_buffer(parts, starts, poison=np.nan):
@@ -102,14 +102,13 @@ def golden_call(z, prefix, implementation, bound, states, starts, lens):
     )
 
 
+@on_host
 @functools.partial(jax.jit, static_argnames=("bound", "implementation"))
 def golden_program(q, k, v, raw, beta, A_log, dt_bias, states, segments, *, bound, implementation):
     g = decay_gate(raw, A_log, dt_bias, bound)
     q, k = l2_normalize(q), l2_normalize(k)
     beta = jax.nn.sigmoid(beta)
-    return g, *kda_prefill(
-        q, k, v, g, beta, states, segments, implementation=implementation
-    )[:2]
+    return g, *kda_prefill(q, k, v, g, beta, states, segments, implementation=implementation)[:2]
 
 
 def check_golden(path, gate, implementation):
@@ -375,6 +374,7 @@ def test_long_context():
 GRADIENT_TOKENS, GRADIENT_SHAPE = 72, (1, 4, 6)
 
 
+@on_host
 @functools.partial(jax.jit, static_argnames="implementation")
 def gradients(inputs, states, weights, implementation):
     segments = Segments(jnp.asarray([0, 70], jnp.int32), jnp.asarray([69, 0], jnp.int32))
@@ -414,7 +414,7 @@ def test_bfloat16_inputs_keep_a_float32_state(inputs):
     q, k, v, g, beta = piece(inputs, 0, 70)
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     state = random_states(count=1)
-    o, final, _ = jax.jit(kda_prefill)(q, k, v, g, beta, state, Segments.rectangle(1, 70))
+    o, final, _ = call(q, k, v, g, beta, state, Segments.rectangle(1, 70))
     assert o.dtype == jnp.bfloat16 and final.dtype == jnp.float32
     expected, history = oracle.kda(*(x.astype(np.float32) for x in (q, k, v)), g, beta, state[0])
     assert_close(final[0], history[-1], CHUNKED)  # products in float32, whatever the inputs

@@ -71,7 +71,9 @@ def test_chunks_and_back(batch):
         chunk = 0
         for b in np.flatnonzero(lens):  # every sequence has chunks of its own, in order
             tokens = np.zeros((-(-(shift[b] + lens[b]) // SIZE), SIZE, 2))
-            tokens.reshape(-1, 2)[shift[b] : shift[b] + lens[b]] = x[starts[b] : starts[b] + lens[b]]
+            tokens.reshape(-1, 2)[shift[b] : shift[b] + lens[b]] = x[
+                starts[b] : starts[b] + lens[b]
+            ]
             own = slice(chunk, chunk + len(tokens))
             np.testing.assert_array_equal(got["chunks"][own], tokens)
             assert got["begins"][b] == chunk

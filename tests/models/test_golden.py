@@ -9,19 +9,21 @@ from k3jax.models.k3 import CAPTURES
 from tests.models.golden_runs import (
     CASES,
     CHUNK,
+    GOLDEN,
     LIMIT,
     SETS,
     STATE_LIMIT,
     cached_latents,
-    relative_error,
     run,
     within,
 )
-from tests.oracle.k3_numpy import golden_error
+from tests.oracle.k3_numpy import K3, golden_error
 
 LONG = [name for name, parts in SETS.items() if "golden_long" in parts]
+# Their features are all in the other sets, and compiling takes longest of all.
+SLOW = {"k3_sharded", "k3_bf16"}
 GREEDY = [
-    pytest.param(*case, marks=pytest.mark.slow) if case[0] == "k3_bf16" else case
+    pytest.param(*case, marks=pytest.mark.slow) if case[0] in SLOW else case
     for case in CASES
     if case != ("kimi_linear", "golden_long")  # holds no continuation
 ]
@@ -144,7 +146,9 @@ def test_greedy(name, part):
         within(LIMIT[name], logits=(got, found.data["greedy_logits"]))
 
 
-@pytest.mark.parametrize("name", ["k3_text", "k3_sharded", "k3_full_mxfp4"])
+@pytest.mark.parametrize(
+    "name", ["k3_text", pytest.param("k3_sharded", marks=pytest.mark.slow), "k3_full_mxfp4"]
+)
 def test_memory_after_greedy(name):
     found, cache = run(name).parts["golden"], run(name).greedy.cache
     kda = layers_of(run(name).model, "kda")
@@ -208,19 +212,47 @@ def test_batch_of_one_equals_a_row(name):
     within(LIMIT[name], logits=(alone, found.tokens(together, 0)))
 
 
-def test_bfloat16():
-    """k3_bf16 only: its residual branches are damped, so that rounding is not amplified."""
-    shared = run("k3_bf16", "bfloat16")
+def bfloat16_ties(ids: np.ndarray) -> np.ndarray:
+    """Where bfloat16 may choose other experts: bool [T], from the float64 oracle.
+
+    Its scores are off by 1e-3 to 5e-3, whatever the order of rounding, and a token with another
+    expert has other logits altogether.
+    """
+    oracle = K3(GOLDEN / "k3_bf16")
+    return oracle(ids).token_gaps < 5e-3
+
+
+def check_bfloat16(shared) -> None:
+    """k3_bf16 only: its residual branches are damped, so that rounding is not amplified.
+
+    Near ties of the router apart, logits are within 5 % rms, and greedy tokens the same as long as
+    no near tie comes up (of experts, or of the two best logits, whose smallest gap is 0.076).
+    """
     found = shared.parts["golden"]
-    logits, _ = shared.forward
+    logits = np.asarray(shared.forward[0])
     assert logits.dtype == np.float32
-    got, reference = found.join(logits), found.reference("logits")
-    rms = np.sqrt(np.mean((got - reference) ** 2) / np.mean(reference**2))
-    assert rms < 0.05
-    np.testing.assert_array_equal(shared.greedy.token_ids, found.data["greedy_ids"])
-    assert relative_error(shared.greedy.cache.kda.state, shared.greedy.cache.kda.state) == 0.0
-    assert shared.greedy.cache.kda.state.dtype == np.float32
-    assert shared.greedy.cache.mla.dtype == shared.model.dtype
+    reference, ids = found.data["logits"], found.data["input_ids"]
+    sure = ~np.stack([bfloat16_ties(row) for row in ids])
+    assert sure.mean() > 0.8
+    square = np.square(logits - reference).mean(-1)
+    assert np.sqrt(square[sure].mean() / np.square(reference[sure]).mean()) < 0.05
+
+    ranked = np.sort(found.data["greedy_logits"], axis=-1)
+    gaps = ranked[..., -1] - ranked[..., -2]
+    for row, expected in enumerate(found.data["greedy_ids"]):
+        ties = bfloat16_ties(np.concatenate([ids[row], expected[:-1]]))[ids.shape[1] - 1 :]
+        ties |= gaps[row] < 0.1
+        count = int(np.argmax(ties)) if ties.any() else len(ties)
+        assert count > 0
+        np.testing.assert_array_equal(shared.greedy.token_ids[row, :count], expected[:count])
+
+    cache = shared.greedy.cache
+    assert cache.kda.state.dtype == np.float32
+    assert cache.mla.dtype == cache.kda.conv_q.dtype == shared.model.dtype == "bfloat16"
+
+
+def test_bfloat16():
+    check_bfloat16(run("k3_bf16", "bfloat16"))
 
 
 def test_chunks_are_shorter_than_the_long_prompts():

@@ -26,12 +26,17 @@ class Result:
 
     logits: np.ndarray  # [T, vocab]
     final_norm: np.ndarray  # [T, D]
-    router_gap: float  # smallest distance between a chosen and a rejected expert's score
+    token_gaps: np.ndarray  # [T], smallest distance between a chosen and a rejected expert's score
     out: dict[int, np.ndarray] = field(default_factory=dict)  # prefix sum leaving each layer
     states: dict[int, np.ndarray] = field(default_factory=dict)  # KDA [heads, K, V]
     conv_inputs: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)  # last W - 1 rows
     latents: dict[int, np.ndarray] = field(default_factory=dict)  # MLA [T, R + R_rope]
     router: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def router_gap(self) -> float:
+        """The smallest distance over all tokens."""
+        return float(self.token_gaps.min())
 
 
 def read_safetensors(folder):
@@ -169,7 +174,7 @@ class K3:
         return self.linear(p + "o_proj", o), np.concatenate([latent, row[:, rank:]], -1)
 
     def route(self, p, x):
-        """Expert ids and weights, both [tokens, top_k], and the gap to the first rejected expert.
+        """Expert ids and weights, both [tokens, top_k], and gaps [tokens] to the first rejected.
 
         The bias only chooses.
         """
@@ -179,7 +184,7 @@ class K3:
         scores = sigmoid(logits) if kind == "sigmoid" else softmax(logits)
         choice = scores + self.w(p + "gate.e_score_correction_bias")
         groups = (c.get("num_expert_group") or 1) if c.get("use_grouped_topk", True) else 1
-        gap = np.inf
+        gap = np.full(len(x), np.inf)
         if groups > (kept_groups := c.get("topk_group") or 1):
             best_two = np.sort(choice.reshape(len(x), groups, -1), -1)[..., -2:].sum(-1)
             order = np.argsort(-best_two, 1, kind="stable")
@@ -187,11 +192,11 @@ class K3:
             np.put_along_axis(kept, order[:, :kept_groups], True, 1)
             choice = np.where(np.repeat(kept, choice.shape[1] // groups, 1), choice, -np.inf)
             ranked = -np.sort(-best_two, 1)
-            gap = (ranked[:, kept_groups - 1] - ranked[:, kept_groups]).min()
+            gap = ranked[:, kept_groups - 1] - ranked[:, kept_groups]
         ids = np.argsort(-choice, 1, kind="stable")[:, :top_k]
         if top_k < choice.shape[1]:
             ranked = -np.sort(-choice, 1)
-            gap = min(gap, (ranked[:, top_k - 1] - ranked[:, top_k]).min())
+            gap = np.minimum(gap, ranked[:, top_k - 1] - ranked[:, top_k])
         weights = np.take_along_axis(scores, ids, 1)
         if c.get("moe_renormalize", True) and top_k > 1:
             weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
@@ -225,7 +230,7 @@ class K3:
         block = self.c.get("attn_res_block_size")
         embedding = self.w("model.embed_tokens.weight")
         prefix, bank = embedding[np.asarray(ids)], []
-        result = Result(np.empty(0), np.empty(0), np.inf)
+        result = Result(np.empty(0), np.empty(0), np.full(len(prefix), np.inf))
         for i in range(self.c["num_hidden_layers"]):
             p = f"model.layers.{i}."
             x = self.mix([*bank, prefix], p + "self_attention_res") if block and bank else prefix
@@ -243,7 +248,7 @@ class K3:
             if self.has(p + "block_sparse_moe.gate.weight"):
                 ids_, weights, gap = self.route(p + "block_sparse_moe.", x)
                 result.router[i] = ids_, weights
-                result.router_gap = min(result.router_gap, gap)
+                result.token_gaps = np.minimum(result.token_gaps, gap)
                 prefix = prefix + self.moe(p + "block_sparse_moe.", x, ids_, weights)
             else:
                 prefix = prefix + self.mlp(p + "mlp.", x)
