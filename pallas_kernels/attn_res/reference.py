@@ -12,16 +12,9 @@ def attn_res(
     eps: float,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T N_plus_1"]]:
     """See api.attn_res."""
-    query = query.astype(jnp.float32)
-
-    def score(x):  # [..., T, D] -> [..., T]
-        xf = x.astype(jnp.float32)
-        inverse_rms = jax.lax.rsqrt(jnp.mean(xf * xf, axis=-1) + eps)
-        return jnp.sum(xf * jnp.broadcast_to(query, xf.shape), axis=-1) * inverse_rms
-
-    # Rows and prefix are scored apart: stacking them would copy the bank for every mix.
-    scores = jnp.concatenate([score(bank), score(prefix)[None]], axis=0)
+    sources = jnp.concatenate([bank, prefix[None]], axis=0).astype(jnp.float32)
+    inverse_rms = jax.lax.rsqrt(jnp.mean(sources * sources, axis=-1) + eps)
+    scores = jnp.sum(sources * query.astype(jnp.float32)[None, None, :], axis=-1) * inverse_rms
     weights = jax.nn.softmax(scores, axis=0)
-    rows = jnp.sum(weights[:-1, :, None] * bank.astype(jnp.float32), axis=0)
-    mix = rows + weights[-1][:, None] * prefix.astype(jnp.float32)
+    mix = jnp.sum(weights[..., None] * sources, axis=0)
     return mix.astype(prefix.dtype), weights.T

@@ -94,16 +94,19 @@ def _unit_lower_inverse(matrix):
     (I - L)(I + L^2)(I + L^4)… has fewer factors but cancels catastrophically beyond 16 rows.)
     """
     size = matrix.shape[-1]
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), matrix.shape)
-    half = 1
-    while half < size:
-        part = jnp.arange(size, dtype=jnp.int32) // half
-        below = (part[:, None] % 2 == 1) & (part[:, None] - 1 == part[None, :])
-        below = jnp.expand_dims(below, tuple(range(matrix.ndim - 2)))
-        step = _dot("...rc,...cs->...rs", jnp.where(below, matrix, 0.0), inverse)
-        inverse = inverse - _dot("...rc,...cs->...rs", inverse, step)
-        half *= 2
-    return inverse
+    part = jnp.arange(size, dtype=jnp.int32)
+    levels = []
+    while len(levels) < size.bit_length() - 1:
+        levels.append((part[:, None] % 2 == 1) & (part[:, None] - 1 == part[None, :]))
+        part = part // 2
+
+    def double(inverse, below):
+        lower = jnp.where(jnp.expand_dims(below, tuple(range(matrix.ndim - 2))), matrix, 0.0)
+        step = _dot("...rc,...cs->...rs", lower, inverse)
+        return inverse - _dot("...rc,...cs->...rs", inverse, step), None
+
+    identity = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), matrix.shape)
+    return jax.lax.scan(double, identity, jnp.stack(levels))[0]
 
 
 def _within_chunks(q, k, v, g, beta):

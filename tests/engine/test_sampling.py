@@ -9,7 +9,7 @@ from k3jax.engine.request import SamplingParams
 from k3jax.engine.sampling import SamplingArrays, admitted, sample
 
 VOCAB = 24
-# 99.9 % quantiles of chi-square by degrees of freedom; seeds are fixed, so a test that passes stays.
+# 99.9 % quantiles of chi-square by degrees of freedom. Seeds are fixed, so nothing flickers.
 CHI_SQUARE = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 7: 24.32, 15: 37.70}
 
 sample_jit = jax.jit(sample)

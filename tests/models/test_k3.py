@@ -1,4 +1,4 @@
-"""K3Model against the float64 oracle, on meshes, at full size without memory, and what it captures."""
+"""K3Model against the float64 oracle, what it captures, its full-size layout, and meshes."""
 
 import dataclasses
 import functools
@@ -15,54 +15,17 @@ from k3jax import K3Config, K3Model, SamplingParams, generate, generation
 from k3jax.checkpoint import names
 from k3jax.checkpoint.tiny import random_model
 from k3jax.distributed.mesh import make_mesh
-from k3jax.distributed.sharding import RULES, state_specs
+from k3jax.distributed.sharding import RULES
 from k3jax.engine.sampling import SamplingArrays
 from k3jax.errors import ConfigError
 from k3jax.models.k3 import CAPTURES
 from tests.micro import MICRO, MICRO_KIMI_LINEAR
+from tests.models.comparison import LENGTHS, Comparison, compare
 from tests.models.golden_runs import GOLDEN, LIMIT, run, within
-from tests.oracle.k3_numpy import K3, Result
 
-# The shapes of most calls here: few programs are compiled.
-LENGTHS = (12, 5, 9)
-STEPS = 10
+STEPS = 10  # new tokens of most calls here: few programs are compiled
 
-
-@dataclasses.dataclass
-class Comparison:
-    """One random model, three random prompts, and what both programs say about them."""
-
-    config: K3Config
-    folder: str
-    model: K3Model
-    ids: np.ndarray
-    expected: list[Result]
-
-    @functools.cached_property
-    def found(self):
-        return self.model(self.ids, LENGTHS_ARRAY, capture=CAPTURES)
-
-    def pairs(self, got, of) -> tuple[np.ndarray, np.ndarray]:
-        """All tokens of `got` [B, T, ...], and the oracle's `of(result)`, one after another."""
-        rows = [np.asarray(got)[row, :length] for row, length in enumerate(LENGTHS)]
-        return np.concatenate(rows), np.concatenate([of(result) for result in self.expected])
-
-
-LENGTHS_ARRAY = np.asarray(LENGTHS, np.int32)
-
-
-def compare(config: K3Config, folder) -> Comparison:
-    random_model(config).save_pretrained(folder)
-    oracle, model = K3(folder), K3Model.from_pretrained(folder, dtype="float32")
-    for seed in range(50):  # the first prompts that no expert's choice is a near tie of
-        ids = np.random.default_rng(seed).integers(0, config.vocab_size, (3, 12), np.int32)
-        expected = [oracle(row[:length]) for row, length in zip(ids, LENGTHS, strict=True)]
-        if min(result.router_gap for result in expected) > 2e-5:
-            return Comparison(config, str(folder), model, ids, expected)
-    raise AssertionError("every seed has a near tie")
-
-
-# Names of what the goldens do not have.
+# What the goldens do not have.
 VARIANTS = {
     "tiny": K3Config.preset("tiny"),
     "micro": MICRO,
@@ -189,7 +152,7 @@ def test_attn_res_weights(comparisons):
 
 def test_captures_do_not_change_the_logits(comparisons):
     case = comparisons("micro")
-    logits = case.model(case.ids, LENGTHS_ARRAY)
+    logits = case.model(case.ids, LENGTHS)
     assert isinstance(logits, jax.Array)
     # The same operations; fusion may differ.
     within(1e-5, logits=case.pairs(logits, lambda result: result.logits))
@@ -207,7 +170,7 @@ def test_without_attn_res_there_is_no_bank(comparisons):
 
 
 def test_blocks_of_attention_residuals():
-    """F011: five layers in blocks of two. Blocks count layers, and the head mixes before the norm."""
+    """F011: five layers in blocks of two. Blocks count layers; the head mixes before the norm."""
     config = MICRO.replace(
         num_hidden_layers=5,
         attn_res_block_size=2,
@@ -326,8 +289,9 @@ def test_kimi_linear_48b():
 
 
 def test_number_of_parameters():
-    assert K3Model(K3Config.preset("k3")).num_parameters == pytest.approx(2779.48e9, rel=1e-5)
-    assert K3Model(K3Config.preset("kimi-linear-48b")).num_parameters == pytest.approx(49e9, rel=0.02)
+    whole, small = (K3Model(K3Config.preset(name)) for name in ("k3", "kimi-linear-48b"))
+    assert whole.num_parameters == pytest.approx(2779.48e9, rel=1e-5)
+    assert small.num_parameters == pytest.approx(49e9, rel=0.02)
 
 
 @pytest.mark.parametrize("preset", ["k3", "tiny-8"])
@@ -336,7 +300,8 @@ def test_eight_devices_divide_every_sharded_axis(preset):
     model = K3Model(K3Config.preset(preset), mesh=make_mesh(tp=8))
     split = 0
     for path, variable in nnx.state(model, nnx.Param).flat_state():
-        shape, spec = variable.get_value().shape, RULES.spec(variable.get_metadata()["logical_axes"])
+        spec = RULES.spec(variable.get_metadata()["logical_axes"])
+        shape = variable.get_value().shape
         for size, axis in zip(shape, spec, strict=True):
             assert axis is None or size % 8 == 0, (path, shape, spec)
         split += any(axis is not None for axis in spec)
@@ -346,13 +311,17 @@ def test_eight_devices_divide_every_sharded_axis(preset):
 # Meshes.
 
 
+def continued(model: K3Model, ids, **options) -> generation.GenerateOutput:
+    """STEPS tokens more of the three prompts, greedy without other parameters."""
+    fixed = {"lengths": LENGTHS, "max_new_tokens": STEPS, "return_logits": True}
+    return generate(model, ids, **fixed, **options)
+
+
 @pytest.fixture(scope="session")
 def micro_greedy(comparisons):
     """Greedy continuation of the micro model's prompts on one device."""
     case = comparisons("micro")
-    return generate(
-        case.model, case.ids, lengths=LENGTHS, max_new_tokens=STEPS, return_logits=True
-    )
+    return continued(case.model, case.ids)
 
 
 def smallest_gap(logits) -> float:
@@ -365,11 +334,11 @@ def test_tensor_parallel(comparisons, micro_greedy):
     case, mesh = comparisons("micro"), make_mesh(tp=2)
     model = K3Model.from_pretrained(case.folder, mesh=mesh)
     assert len(model.layers[0].self_attn.q_proj.weight[...].addressable_shards) == 2
-    logits = model(case.ids, LENGTHS_ARRAY)
+    logits = model(case.ids, LENGTHS)
     within(3e-4, logits=case.pairs(logits, lambda result: result.logits))
 
     assert smallest_gap(micro_greedy.logits) > 1e-3  # far above 1e-5, what two orders differ by
-    output = generate(model, case.ids, lengths=LENGTHS, max_new_tokens=STEPS, return_logits=True)
+    output = continued(model, case.ids)
     np.testing.assert_array_equal(output.token_ids, micro_greedy.token_ids)
     within(3e-4, logits=(output.logits, micro_greedy.logits))
     within(1e-4, state=(output.cache.kda.state, micro_greedy.cache.kda.state))
@@ -432,26 +401,18 @@ def test_impossible_meshes(sizes, message):
 def test_two_models_in_one_process(comparisons, micro_greedy):
     """F079: another dtype and mesh beside the first model, built, used, deleted and built again."""
     case, mesh = comparisons("micro"), make_mesh(tp=2)
-    before = np.asarray(case.model(case.ids, LENGTHS_ARRAY))
+    before = np.asarray(case.model(case.ids, LENGTHS))
     for _ in range(2):
         other = K3Model.from_pretrained(case.folder, dtype="bfloat16", mesh=mesh)
         split = K3Model.from_pretrained(case.folder, mesh=mesh)
         assert jax.sharding.get_abstract_mesh().empty
-        np.testing.assert_array_equal(case.model(case.ids, LENGTHS_ARRAY), before)
-        within(3e-4, split=case.pairs(split(case.ids, LENGTHS_ARRAY), lambda r: r.logits))
+        np.testing.assert_array_equal(case.model(case.ids, LENGTHS), before)
+        within(3e-4, split=case.pairs(split(case.ids, LENGTHS), lambda r: r.logits))
         assert (other.dtype, split.dtype, case.model.dtype) == ("bfloat16", "float32", "float32")
         assert case.model.mesh is None and other.mesh is split.mesh is mesh
         del other, split
-    again = generate(case.model, case.ids, lengths=LENGTHS, max_new_tokens=STEPS, return_logits=True)
+    again = continued(case.model, case.ids)
     np.testing.assert_array_equal(again.token_ids, micro_greedy.token_ids)
-
-
-def test_specs_follow_the_state():
-    state = nnx.state(K3Model(MICRO), nnx.Param)
-    specs = state_specs(state)
-    assert jax.tree.structure(state) == jax.tree.structure(
-        jax.tree.map(lambda spec: 0, specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
-    )
 
 
 # F085: 64-bit numbers.
@@ -475,25 +436,23 @@ def decode_jaxpr(model: K3Model) -> str:
     )
 
 
-WIDE = re.compile(r"\b[fiu]64\[(?!\])")  # arrays; loop counters of a sort are scalars
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_wide_floats_in_the_decode_step(comparisons, dtype):
+    """Under x64 too. Python's own numbers are float64 scalars until they meet an array."""
     model = K3Model.from_pretrained(comparisons("micro").folder, dtype=dtype)
     with jax.enable_x64(True):
         text = decode_jaxpr(model)
-    assert "f32[" in text and not re.search(r"\bf64\b", text)
+    assert "f32[3" in text and not re.search(r"\bf64\[\d", text)
 
 
 def test_tokens_do_not_depend_on_x64(comparisons, micro_greedy):
     case = comparisons("micro")
-    drawn = [SamplingParams(temperature=np.float64(0.9), top_k=np.int64(9), seed=np.int64(b)) for b in range(3)]
-    options = {"lengths": LENGTHS, "max_new_tokens": STEPS, "return_logits": True}
-    expected = generate(case.model, case.ids, params=drawn, **options)
+    warm = {"temperature": np.float64(0.9), "top_k": np.int64(9), "min_p": np.float32(0.01)}
+    drawn = [SamplingParams(seed=np.int64(b), **warm) for b in range(3)]
+    expected = continued(case.model, case.ids, params=drawn)
     with jax.enable_x64(True):
-        greedy = generate(case.model, case.ids.astype(np.int64), **options)
-        sampled = generate(case.model, case.ids, params=drawn, **options)
+        greedy = continued(case.model, case.ids.astype(np.int64))
+        sampled = continued(case.model, case.ids, params=drawn)
     np.testing.assert_array_equal(greedy.token_ids, micro_greedy.token_ids)
     np.testing.assert_array_equal(sampled.token_ids, expected.token_ids)
     kinds = jax.tree.map(lambda x: x.dtype, (micro_greedy.cache, micro_greedy.logits))

@@ -156,8 +156,9 @@ class K3:
         heads, rank = c["num_attention_heads"], c["kv_lora_rank"]
         dn, dr, dv = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
         if c.get("q_lora_rank"):
-            weight = self.w(p + "q_a_layernorm.weight")
-            q = self.linear(p + "q_b_proj", rms_norm(self.linear(p + "q_a_proj", x), weight, self.lora_eps))
+            q = self.linear(p + "q_a_proj", x)
+            q = rms_norm(q, self.w(p + "q_a_layernorm.weight"), self.lora_eps)
+            q = self.linear(p + "q_b_proj", q)
         else:
             q = self.linear(p + "q_proj", x)
         q = q.reshape(n, heads, dn + dr)
