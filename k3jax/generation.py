@@ -297,7 +297,7 @@ class Generator:
 
     CHUNK = 256
     STEPS = 8
-    MAX_STOPS = 64
+    MAX_STOPS = 128
 
     def __init__(self, model: K3Model, *, max_model_len: int | None = None):
         limit = model.config.max_position_embeddings

@@ -91,7 +91,7 @@ def write_big(folder: str) -> None:
         return value
 
     _, state = nnx.split(K3Model(config))
-    avals = {key: variable.get_value() for key, variable in state.flat_state()}
+    avals = {key: variable.get_value() for key, variable in nnx.to_flat_state(state)}
     plan = names.sources(
         config, {key: a.shape for key, a in avals.items()}, names.published_prefix(config)
     )
@@ -116,7 +116,7 @@ def measure(folder: str) -> None:
     start = time.perf_counter()
     model = K3Model.from_pretrained(folder)
     seconds = time.perf_counter() - start
-    resident = sum(v.get_value().nbytes for _, v in nnx.state(model).flat_state())
+    resident = sum(v.get_value().nbytes for _, v in nnx.to_flat_state(nnx.state(model)))
     files = sum(f.stat().st_size for f in pathlib.Path(folder).glob("*.safetensors"))
     row = {
         "files_mb": files / 1e6,

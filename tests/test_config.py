@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import logging
 
@@ -431,8 +432,13 @@ def test_absent_file(tmp_path):
 # Every key does something.
 
 LINEAR_MICRO = MICRO.linear_attn_config
-# The norm of the routed sum would hide every key that only scales it.
-UNNORMED = MICRO.replace(latent_moe_use_norm=False)
+# One MLA layer with experts. The norm of the routed sum would hide every key that only scales it.
+ONE_LAYER = MICRO.replace(
+    num_hidden_layers=1,
+    first_k_dense_replace=0,
+    latent_moe_use_norm=False,
+    linear_attn_config=dataclasses.replace(LINEAR_MICRO, kda_layers=(), full_attn_layers=(1,)),
+)
 
 
 def linear(**changes):
@@ -470,7 +476,7 @@ LAYOUT = {  # field: changes of MICRO after which some parameter has another nam
     "linear_attn_config.short_conv_kernel_size": linear(short_conv_kernel_size=3),
     "linear_attn_config.use_full_rank_gate": linear(use_full_rank_gate=False),
 }
-LOGITS = {  # field: changes of UNNORMED after which the same weights say something else
+LOGITS = {  # field: changes of ONE_LAYER (or MICRO) after which the same weights say something else
     "hidden_act": {"hidden_act": "silu"},
     "activation_situ_beta": {"activation_situ_beta": 2.0},
     "activation_situ_linear_beta": {"activation_situ_linear_beta": 1.0},
@@ -484,9 +490,14 @@ LOGITS = {  # field: changes of UNNORMED after which the same weights say someth
     "use_grouped_topk": {"use_grouped_topk": False},
     "num_expert_group": {"num_expert_group": 4, "num_experts_per_token": 2},
     "topk_group": {"topk_group": 2},
+}
+LOGITS_OF_TWO_LAYERS = {
     "attn_res_block_size to 2": {"attn_res_block_size": 2},
     "linear_attn_config.gate_lower_bound": linear(gate_lower_bound=-2.0),
     "linear_attn_config.gate_lower_bound to null": linear(gate_lower_bound=None),
+}
+ALL_LOGITS = {name: (ONE_LAYER, changes) for name, changes in LOGITS.items()} | {
+    name: (MICRO, changes) for name, changes in LOGITS_OF_TWO_LAYERS.items()
 }
 REFUSED = {  # fields with one legal value
     "mla_use_nope": {"mla_use_nope": False},
@@ -511,13 +522,13 @@ def test_every_field_is_known_here():
         ("quantization_config", QuantizationConfig),
     ):
         fields |= {f"{name}.{field.name}" for field in dataclasses.fields(kind)}
-    covered = {name.split(" ")[0] for name in [*LAYOUT, *LOGITS, *REFUSED]} | ELSEWHERE | VISION
+    covered = {name.split(" ")[0] for name in [*LAYOUT, *ALL_LOGITS, *REFUSED]} | ELSEWHERE | VISION
     assert covered == fields
 
 
 def layout(config: K3Config) -> dict:
     """Name, shape and dtype of every parameter."""
-    state = nnx.state(K3Model(config), nnx.Param).flat_state()
+    state = nnx.to_flat_state(nnx.state(K3Model(config), nnx.Param))
     return {path: (v.get_value().shape, v.get_value().dtype.name) for path, v in state}
 
 
@@ -526,6 +537,7 @@ def test_field_changes_the_layout(field):
     assert layout(MICRO.replace(**LAYOUT[field])) != layout(MICRO)
 
 
+@functools.cache
 def micro_logits(config: K3Config) -> np.ndarray:
     """Logits of five tokens with the weights of seed 0; compiled fast rather than well."""
     graphdef, state = nnx.split(random_model(config))
@@ -535,18 +547,14 @@ def micro_logits(config: K3Config) -> np.ndarray:
     return np.asarray(program(state, ids, lengths)[0])
 
 
-@pytest.fixture(scope="session")
-def base_logits():
-    return micro_logits(UNNORMED)
-
-
-@pytest.mark.parametrize("field", LOGITS)
-def test_field_changes_the_logits(field, base_logits):
-    changed = UNNORMED.replace(**LOGITS[field])
-    assert layout(changed) == layout(UNNORMED)
-    logits = micro_logits(changed)
+@pytest.mark.parametrize("field", ALL_LOGITS)
+def test_field_changes_the_logits(field):
+    base, changes = ALL_LOGITS[field]
+    changed = base.replace(**changes)
+    assert layout(changed) == layout(base)
+    logits, before = micro_logits(changed), micro_logits(base)
     assert np.isfinite(logits).all()
-    assert np.abs(logits - base_logits).max() > 1e-4 * np.abs(base_logits).max()
+    assert np.abs(logits - before).max() > 1e-4 * np.abs(before).max()
 
 
 @pytest.mark.parametrize("field", REFUSED)

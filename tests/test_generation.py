@@ -345,7 +345,7 @@ BAD_STREAMS = {
     "negative": ([-1], {}, (), "prompt"),
     "too_long_together": ([1] * 60, {"max_tokens": 5}, (), "max_tokens"),
     "too_long_alone": ([1] * 1000, {"max_tokens": 1}, (), "max_tokens"),
-    "many_stops": ([1], {}, range(65), "stop_token_ids"),
+    "many_stops": ([1], {}, range(Generator.MAX_STOPS + 1), "stop_token_ids"),
 }
 
 

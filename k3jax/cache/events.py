@@ -25,7 +25,7 @@ class CacheEvent:
     cause: str = ""
 
     def to_vllm(self, match_unit: int) -> dict[str, Any] | None:
-        """The event with vLLM's names for KV events; None for states, which vLLM has no event for."""
+        """The event with vLLM's names; None for states, for which vLLM has no event."""
         if self.action == "cleared":
             return {"type": "AllBlocksCleared"}
         if self.group != "mla":

@@ -5,6 +5,8 @@ is in the index only with all its ancestors (C-15), so that pages behind a lost 
 that need them, go at the same moment.
 """
 
+import bisect
+import operator
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -52,11 +54,16 @@ class Index:
         self.nodes: dict[bytes, Node] = {}
         self.roots: dict[bytes, Node] = {}
         self.evictions: Counter[tuple[str, str]] = Counter()  # by group ("mla", "kda") and cause
-        self._on_page: dict[int, list[Node]] = {}  # from the shallowest to the deepest
+        # From the shallowest to the deepest. Siblings share a page after a fork inside a unit.
+        self._on_page: dict[int, list[Node]] = {}
         self._on_slot: dict[int, Node] = {}
         self._ghosts: OrderedDict[tuple[str, bytes], str] = OrderedDict()
 
     # Reading.
+
+    def at(self, chain: HashChain, num_tokens: int) -> Node | None:
+        """The node of the chain's first `num_tokens` tokens, a multiple of the match unit."""
+        return self.nodes.get(chain.hashes[num_tokens // self.settings.match_unit - 1])
 
     def deepest(self, chain: HashChain, limit: int) -> Node | None:
         """The node of the longest published prefix of at most `limit` tokens.
@@ -74,7 +81,7 @@ class Index:
         return self.nodes[hashes[low - 1]] if low else None
 
     def deepest_state(self, node: Node | None) -> tuple[Node | None, str]:
-        """The nearest node from `node` upwards that has a state; why no deeper one has, if known."""
+        """The nearest node from `node` upwards with a state; why no deeper one has, if known."""
         cause = ""
         while node is not None and node.slot is None:
             cause = cause or self.cause("kda", node.hash)
@@ -135,8 +142,7 @@ class Index:
         self.nodes[node.hash] = node
         self._ghosts.pop(("mla", node.hash), None)
         for page in pages:
-            self._on_page.setdefault(page, []).append(node)
-            self._rerank(page)
+            self._enter_page(node, page)
         if self.events.enabled:
             start = node.num_tokens - self.settings.match_unit
             tokens = tuple(chain.tokens[start : node.num_tokens])
@@ -202,7 +208,7 @@ class Index:
         return True
 
     def drop(self, node: Node, cause: str, *, quarantine: bool = False) -> None:
-        """Removes a node and everything behind it. Held pages and states stay with their holders."""
+        """Removes a node and everything behind it. What is held stays with its holders."""
         if not node.alive:
             return
         top = node.parent
@@ -259,6 +265,11 @@ class Index:
         self.slots.unpublish(slot)
         self._remember("kda", node, (slot,), cause)
 
+    def _enter_page(self, node: Node, page: int) -> None:
+        there = self._on_page.setdefault(page, [])
+        bisect.insort(there, node, key=operator.attrgetter("num_tokens"))
+        self._rerank(page)
+
     def _leave_page(self, node: Node, page: int) -> None:
         there = self._on_page[page]
         there.remove(node)
@@ -271,16 +282,16 @@ class Index:
     def _move(self, node: Node, page: int, target: tuple[int, ...]) -> None:
         """Lets a node inside a page point to another page that holds the same tokens."""
         node.pages = target
-        self._on_page[target[0]].insert(0, node)
-        self._rerank(target[0])
+        self._enter_page(node, target[0])
         self._leave_page(node, page)
 
     def _rerank(self, page: int) -> None:
         there = self._on_page[page]
-        self.pages.publish(page, (max(node.priority for node in there), there[0].covered))
+        priority = max(node.priority for node in there)
+        self.pages.publish(page, (priority, any(node.covered for node in there)))
 
     def _cover(self, node: Node | None) -> None:
-        """Marks the path to a new state; stops where it is marked, so that this costs O(1) a unit."""
+        """Marks the path to a new state; stops where it is marked: O(1) a unit."""
         while node is not None and not node.covered:
             node.covered = True
             for page in node.pages:

@@ -59,6 +59,12 @@ class Pool:
     def is_idle(self, item: int) -> bool:
         return self._references[item] == 0 and self._rank[item] is not None
 
+    def free_items(self) -> set[int]:
+        return set(self._free)
+
+    def idle_items(self) -> set[int]:
+        return {item for queue in self._idle.values() for item in queue}
+
     # Holding.
 
     def take(self) -> int:

@@ -1,11 +1,14 @@
 """What the cache did for a request, in words, and what it did altogether, in numbers."""
 
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field, replace
 
-from k3jax.cache.request import Hit, Miss
+from k3jax.cache.request import CacheRequest, Hit, Miss
+from k3jax.cache.retention import hit_limit
+from k3jax.cache.settings import CacheSettings
 
 CHECKPOINTS = 64  # the latest ones are kept in a report
+REPORTS = 1024  # those of the latest requests are kept
 
 
 @dataclass
@@ -78,3 +81,47 @@ class CacheStats:
     deferrals: int = 0
     pins_refused: int = 0
     nonfinite_rows: int = 0
+
+    def count(self, report: CacheReport) -> None:
+        """Adds what the first schedule of a request took from the cache."""
+        hit = report.hit
+        self.queries += 1
+        self.hits += hit.num_tokens > 0
+        self.query_tokens += report.num_tokens
+        self.hit_tokens += hit.num_tokens
+        self.attention_hit_tokens += hit.attention_tokens
+        if hit.reason is not None:
+            self.misses[hit.reason] += 1
+
+
+class Reports:
+    """The reports of requests of late, by id."""
+
+    def __init__(self, settings: CacheSettings):
+        self._settings = settings
+        self._reports: OrderedDict[str, CacheReport] = OrderedDict()
+
+    def get(self, request_id: str) -> CacheReport | None:
+        return self._reports.get(request_id)
+
+    def new(self, request: CacheRequest, hit: Hit) -> CacheReport:
+        """A report that is not kept."""
+        return CacheReport(
+            request_id=request.request_id,
+            num_tokens=len(request.chain),
+            match_unit=self._settings.match_unit,
+            limit=hit_limit(self._settings, len(request.chain)),
+            hit=replace(hit, node=None),  # nodes would keep others in memory
+        )
+
+    def update(self, request: CacheRequest, hit: Hit) -> CacheReport:
+        """The request's report with its latest lookup; a new one if it is a new request."""
+        report, old = self.new(request, hit), self._reports.get(request.request_id)
+        if old is not None and not old.closed:
+            old.num_tokens, old.limit, old.hit = report.num_tokens, report.limit, report.hit
+            return old
+        self._reports[request.request_id] = report
+        self._reports.move_to_end(request.request_id)
+        if len(self._reports) > REPORTS:
+            self._reports.popitem(last=False)
+        return report

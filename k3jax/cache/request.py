@@ -17,7 +17,7 @@ class CacheRequest:
     `scheduler_alignment`. pin_ttl_s: seconds to protect them (the end of the prompt, if there are
     none) from eviction. priority: items of lower priority are evicted first.
     read_cache: False computes the whole prompt, as prompt_logprobs needs.
-    num_cached_tokens: tokens not computed at the first schedule; set once, kept by preemption (C-2).
+    num_cached_tokens: tokens not computed at the first schedule; a preemption keeps it (C-2).
     """
 
     request_id: str
@@ -79,6 +79,7 @@ class Miss(enum.Enum):
     ROOT = "nothing is cached for this model version, dtype, adapter and salt"
     UNSEEN = "no earlier request had these tokens here"
     EVICTED = "these tokens were cached but have been removed"
+    NO_ROOM = "what was cached left no room to go on"
     NO_STATE = "pages reach further, but no recurrent state was kept there"
     STATE_EVICTED = "pages reach further, but the recurrent state there has been removed"
 

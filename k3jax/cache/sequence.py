@@ -8,7 +8,7 @@ from k3jax.cache.pages import Pool
 from k3jax.cache.report import CacheReport
 from k3jax.cache.request import CacheRequest
 from k3jax.cache.retention import Checkpoint, Kind, RetentionPlan
-from k3jax.cache.step import Export, PageCopy, Pass, SlotCopy
+from k3jax.cache.step import Export, PageCopy, Pass, RowPlan, RowResult, SlotCopy
 
 
 class Fence(enum.Enum):
@@ -35,10 +35,6 @@ class Snapshot:
     def position(self) -> int:
         return self.checkpoint.position
 
-    @property
-    def under_way(self) -> bool:
-        return self.fence in (Fence.PLANNED, Fence.WRITTEN)
-
 
 @dataclass(eq=False, slots=True)
 class Row:
@@ -48,7 +44,7 @@ class Row:
     kind: Pass = Pass.PREFILL
     start: int = 0
     num_tokens: int = 0
-    exact: bool = True  # all its tokens will be computed, and those before it were
+    exact_start: bool = True  # the host knows where it starts
     zero_slot: bool = False
     first_new_page: int = 0
     new_pages: list[int] = field(default_factory=list)
@@ -57,6 +53,39 @@ class Row:
     exports: list[Export] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     held: list[tuple[Pool, int]] = field(default_factory=list)  # sources, until dispatched
+
+    @property
+    def exact_end(self) -> bool:
+        """The host knows where it will end: all of its tokens will be computed."""
+        return self.kind is Pass.PREFILL or self.num_tokens <= 1
+
+    def plan(self) -> RowPlan:
+        """The row as the runner sees it."""
+        return RowPlan(
+            request_id=self.sequence.request_id,
+            slot=self.sequence.slot,
+            start=self.start,
+            num_tokens=self.num_tokens,
+            kind=self.kind,
+            exact=self.exact_start,
+            first_new_page=self.first_new_page,
+            new_pages=tuple(self.new_pages),
+            exports=tuple(self.exports),
+        )
+
+    def check(self, result: RowResult | None) -> None:
+        """Refuses a result that does not fit the row."""
+        sequence = self.sequence
+        if not self.num_tokens or sequence.gone or (sequence.leaving and result is None):
+            return
+        if result is None:
+            raise ValueError(f"the result of request {sequence.request_id} is missing")
+        low = self.num_tokens if self.kind is Pass.PREFILL else 0
+        if result.finite and not low <= result.num_computed <= self.num_tokens:
+            raise ValueError(
+                f"request {sequence.request_id} computed {result.num_computed} of a row of "
+                f"{self.num_tokens} tokens"
+            )
 
     def release_held(self) -> None:
         for pool, item in self.held:
@@ -122,8 +151,8 @@ class Sequence:
 
     @property
     def exact(self) -> bool:
-        """The host knows the position of the running slot."""
-        return all(row.exact for row in self.rows)
+        """The host knows the position that the running slot will have after the steps under way."""
+        return all(row.exact_end for row in self.rows)
 
     def due(self) -> list[Checkpoint]:
         """States to copy before the next row runs: the running slot stands at such a position, or
@@ -131,7 +160,8 @@ class Sequence:
         if not self.exact:
             return []
         here = self.num_scheduled
-        first = self.verify_start if self.last_kind is Pass.VERIFY else here - 1
+        foldable = self.last_kind is Pass.VERIFY and not self.rows
+        first = self.verify_start if foldable else here - 1
         last = min(here, len(self.request.chain))
         found = self.plan.between(max(first, self.last_checkpoint), last)
         return [c for c in found if c.kind is not Kind.DECODE_END or c is found[-1]]

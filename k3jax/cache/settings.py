@@ -103,8 +103,10 @@ def parse_retention_interval(
             DeprecationWarning,
             stacklevel=2,
         )
-    if text is None or text == "dense":
-        return text
+    if text is None:
+        return None
+    if text == "dense":
+        return "dense"
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{name} {text!r}: must be 'dense' or a number of tokens from 0")
     return int(text)

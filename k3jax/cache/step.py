@@ -18,7 +18,7 @@ class Pass(enum.Enum):
 
 @dataclass(frozen=True)
 class PageCopy:
-    """Copy the first `num_tokens` rows of page `source`; the rest of `target` becomes zero (C-5)."""
+    """Copy the first `num_tokens` rows of `source`; the rest of `target` becomes zero (C-5)."""
 
     source: int
     target: int

@@ -22,6 +22,8 @@ from k3jax.models.k3 import K3Model
 
 logger = logging.getLogger(__name__)
 
+ORBAX_STORE = "orbax"  # folder of an Orbax checkpoint's weights beside config.json
+
 
 def load_huggingface(path, *, dtype=None, mesh=None) -> K3Model:
     """A model from a folder, one parameter in flight; tensors are consumed or refused by name."""
@@ -29,7 +31,7 @@ def load_huggingface(path, *, dtype=None, mesh=None) -> K3Model:
         config, plan = _plan(folder, K3Config.from_pretrained(path))
         model = K3Model(config, dtype=dtype, mesh=mesh)
         graphdef, state = nnx.split(model)
-        for parameter_path, variable in state.flat_state():
+        for parameter_path, variable in nnx.to_flat_state(state):
             value = variable.get_value()
             variable.set_value(
                 _place(
@@ -55,12 +57,13 @@ def check_huggingface(path) -> tuple[K3Config, SafetensorsFolder]:
 def save_huggingface(model: K3Model, path, *, max_shard_bytes: int = 5_000_000_000) -> None:
     """Writes the model's weights in its own dtype, packed experts with the bytes they have."""
     path = pathlib.Path(path)
+    refuse_mixture(path, pathlib.Path(path) / ORBAX_STORE)
     # Layers that were left out on loading are not promised either.
     config = model.config.replace(dtype=model.dtype.name, num_nextn_predict_layers=0)
     if config.vision_config is not None:
         logger.warning("the vision tower is not loaded and is not saved: %s is text only", path)
         config = config.replace(vision_config=None)
-    state = dict(nnx.state(model, nnx.Param).flat_state())
+    state = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     shapes = {key: variable.get_value().shape for key, variable in state.items()}
     plan = names.sources(config, shapes, names.published_prefix(config))
 
@@ -79,14 +82,20 @@ def save_huggingface(model: K3Model, path, *, max_shard_bytes: int = 5_000_000_0
         raise CheckpointError(f"cannot save: {error}", file=path) from error
 
 
+def refuse_mixture(path: pathlib.Path, other: pathlib.Path) -> None:
+    """One folder holds one form of a checkpoint: which of two was meant could not be told."""
+    if other.exists():
+        raise CheckpointError(f"the folder already holds {other.name}; save elsewhere", file=path)
+
+
 def _plan(folder: SafetensorsFolder, config: K3Config):
     """The configuration as the tensors have it, and where each parameter is stored; all checked."""
     config = _match_quantization(config, folder)
     prefix = names.text_prefix(folder.names)
     _, state = nnx.split(K3Model(config))
-    shapes = {key: variable.get_value().shape for key, variable in state.flat_state()}
+    shapes = {key: variable.get_value().shape for key, variable in nnx.to_flat_state(state)}
     plan = names.sources(config, shapes, prefix, names.top_prefix(folder.names, prefix))
-    consumed = set()
+    consumed: set[str] = set()
     for source in plan.values():
         source.check(folder)
         consumed |= source.stored.keys()

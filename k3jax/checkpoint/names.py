@@ -201,7 +201,7 @@ def published_prefix(config: K3Config) -> str:
 
 def sources(
     config: K3Config, shapes: dict[tuple, tuple[int, ...]], prefix: str, top: str | None = None
-) -> dict[tuple, Source]:
+):
     """path -> Source for every parameter; `shapes` are those of the parameters.
 
     `prefix` stands before `layers.`, `top` (the same where it is None) before the other names.

@@ -8,27 +8,29 @@ import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 
+from k3jax.checkpoint.huggingface import ORBAX_STORE, refuse_mixture
+from k3jax.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
 from k3jax.config import K3Config
 from k3jax.distributed.sharding import named_sharding
 from k3jax.errors import CheckpointError
 from k3jax.models.k3 import K3Model
 
-STORE = "orbax"  # folder of the weights beside config.json
-
 
 def is_orbax(path) -> bool:
     """Whether a folder was written by `save_orbax`."""
-    return (pathlib.Path(path) / STORE).is_dir()
+    return (pathlib.Path(path) / ORBAX_STORE).is_dir()
 
 
 def save_orbax(model: K3Model, path) -> None:
     """Writes config.json and the weights, each under its dotted parameter name."""
     path = pathlib.Path(path).absolute()
-    weights = {_dotted(key): v.get_value() for key, v in nnx.state(model).flat_state()}
+    for name in (INDEX_NAME, SINGLE_NAME):
+        refuse_mixture(path, path / name)
+    weights = {_dotted(key): v.get_value() for key, v in nnx.to_flat_state(nnx.state(model))}
     config = model.config.replace(
         dtype=model.dtype.name, num_nextn_predict_layers=0, vision_config=None
     )
-    store, fresh, old = (path / f"{STORE}{suffix}" for suffix in ("", ".partial", ".old"))
+    store, fresh, old = (path / f"{ORBAX_STORE}{suffix}" for suffix in ("", ".partial", ".old"))
     partial = path / "config.json.partial"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -58,18 +60,18 @@ def load_orbax(path, *, dtype=None, mesh=None) -> K3Model:
             variable.get_value().dtype,
             sharding=named_sharding(mesh, variable.get_metadata()["logical_axes"]),
         )
-        for key, variable in state.flat_state()
+        for key, variable in nnx.to_flat_state(state)
     }
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            stored = checkpointer.metadata(path / STORE).item_metadata
+            stored = checkpointer.metadata(path / ORBAX_STORE).item_metadata
             _check_names({k: tuple(stored[k].shape) for k in stored}, targets, path)
-            weights = checkpointer.restore(path / STORE, targets)
+            weights = checkpointer.restore(path / ORBAX_STORE, targets)
     except CheckpointError:
         raise
     except Exception as error:  # Orbax and TensorStore raise many kinds for damaged stores
         raise CheckpointError(f"the Orbax store cannot be restored: {error}", file=path) from error
-    for key, variable in state.flat_state():
+    for key, variable in nnx.to_flat_state(state):
         variable.set_value(weights[_dotted(key)])
     return nnx.merge(graphdef, state)
 
@@ -77,12 +79,12 @@ def load_orbax(path, *, dtype=None, mesh=None) -> K3Model:
 def _check_names(stored: dict[str, tuple[int, ...]], targets, path) -> None:
     for name in sorted(stored.keys() ^ targets.keys()):
         problem = "is missing" if name in targets else "belongs to no part of the model"
-        raise CheckpointError(f"weight {problem}", file=path / STORE, tensor=name)
+        raise CheckpointError(f"weight {problem}", file=path / ORBAX_STORE, tensor=name)
     for name, target in targets.items():
         if stored[name] != target.shape:
             raise CheckpointError(
                 f"shape {list(stored[name])} where config.json implies {list(target.shape)}",
-                file=path / STORE,
+                file=path / ORBAX_STORE,
                 tensor=name,
             )
 

@@ -32,7 +32,7 @@ def random_model(config: K3Config, *, seed: int = 0, dtype=None, mesh=None) -> K
     model = K3Model(config, dtype=dtype, mesh=mesh)
     rng = np.random.default_rng(seed)
     graphdef, state = nnx.split(model)
-    flat = dict(state.flat_state())
+    flat = dict(nnx.to_flat_state(state))
     for path, variable in flat.items():
         aval, meta = variable.get_value(), variable.get_metadata()
         if meta["init"] == "mxfp4_scale":

@@ -115,7 +115,7 @@ class K3Model(nnx.Module):
         check_divisible(config, mesh)
         self.config = config
         self.mesh = mesh
-        self.dtype = _model_dtype(config.dtype if dtype is None else dtype)
+        self.dtype = _model_dtype(dtype, config)
         dim, eps, dtype = config.hidden_size, config.rms_norm_eps, self.dtype
         self.embed_tokens = Embedding(config.vocab_size, dim, dtype)
         self.layers = nnx.List(
@@ -133,7 +133,7 @@ class K3Model(nnx.Module):
         model = cls(config, dtype=dtype, mesh=mesh)
         key = jax.random.key(seed)
         graphdef, state = nnx.split(model)
-        for number, (_, variable) in enumerate(state.flat_state()):
+        for number, (_, variable) in enumerate(nnx.to_flat_state(state)):
             meta = variable.get_metadata()
             value = initial_value(
                 jax.random.fold_in(key, number),
@@ -230,12 +230,15 @@ class K3Model(nnx.Module):
         """Logical weights; a packed byte holds two."""
         return sum(
             variable.get_value().size * (2 if path[-1].endswith("_packed") else 1)
-            for path, variable in nnx.state(self, nnx.Param).flat_state()
+            for path, variable in nnx.to_flat_state(nnx.state(self, nnx.Param))
             if not path[-1].endswith("_scale")
         )
 
 
-def _model_dtype(wanted) -> jnp.dtype:
+def _model_dtype(wanted, config: K3Config) -> jnp.dtype:
+    if wanted is None:
+        # KDA leaves float16's range, and bfloat16 would round float16 values: hold them exactly.
+        wanted = "float32" if config.dtype == "float16" else config.dtype
     with contextlib.suppress(TypeError):
         if (dtype := jnp.dtype(wanted)) in (jnp.float32, jnp.bfloat16):
             return dtype

@@ -15,7 +15,7 @@ class Limits:
     prompts: int = 128  # of one completions request
     stop_strings: int = 64
     stop_chars: int = 1_024  # of one stop string
-    stop_token_ids: int = 1_024
+    stop_token_ids: int = 64
 
     def check_count(self, field: str, value: Sized, limit: int) -> None:
         """Refuses a list with too many entries."""

@@ -95,7 +95,7 @@ def _unit_lower_inverse(matrix):
     """
     size = matrix.shape[-1]
     part = jnp.arange(size, dtype=jnp.int32)
-    levels = []
+    levels: list[jax.Array] = []
     while len(levels) < size.bit_length() - 1:
         levels.append((part[:, None] % 2 == 1) & (part[:, None] - 1 == part[None, :]))
         part = part // 2

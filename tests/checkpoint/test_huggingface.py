@@ -71,7 +71,7 @@ def shards(saved, tmp_path) -> Path:
 
 def weights(model: K3Model) -> dict[str, np.ndarray]:
     """Parameters by dotted name."""
-    state = nnx.state(model, nnx.Param).flat_state()
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)): np.asarray(v.get_value()) for path, v in state}
 
 
@@ -689,7 +689,7 @@ def test_loads_onto_a_mesh(saved):
     model = K3Model.from_pretrained(saved, mesh=mesh)
     assert_same_tensors(weights(model), weights(K3Model.from_pretrained(saved)))
     split = 0
-    for path, variable in nnx.state(model, nnx.Param).flat_state():
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         array, axes = variable.get_value(), variable.get_metadata()["logical_axes"]
         assert array.sharding.spec == RULES.spec(axes), path
         assert len(array.addressable_shards) == 2

@@ -25,7 +25,7 @@ from tests.micro import MICRO
 
 def weights(model: K3Model) -> dict[str, np.ndarray]:
     """Parameters by dotted name."""
-    state = nnx.state(model, nnx.Param).flat_state()
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)): np.asarray(v.get_value()) for path, v in state}
 
 
@@ -52,7 +52,7 @@ def test_round_trip(saved, model):
     loaded = K3Model.from_pretrained(saved)
     assert loaded.config == model.config
     assert_same_tensors(weights(loaded), weights(model))
-    assert {file.name for file in saved.iterdir()} == {"config.json", orbax.STORE}
+    assert {file.name for file in saved.iterdir()} == {"config.json", orbax.ORBAX_STORE}
 
 
 def test_through_both_forms(golden, tmp_path):
@@ -73,7 +73,7 @@ def test_restores_onto_a_mesh(saved, model, tp):
     mesh = make_mesh(tp=tp)
     loaded = K3Model.from_pretrained(saved, mesh=mesh)
     assert_same_tensors(weights(loaded), weights(model))
-    for path, variable in nnx.state(loaded, nnx.Param).flat_state():
+    for path, variable in nnx.to_flat_state(nnx.state(loaded, nnx.Param)):
         array = variable.get_value()
         assert array.sharding.mesh == mesh, path
         assert array.sharding.spec == RULES.spec(variable.get_metadata()["logical_axes"]), path
@@ -84,7 +84,7 @@ def test_saves_from_a_mesh(saved, model, tmp_path):
     save_orbax(K3Model.from_pretrained(saved, mesh=make_mesh(tp=2)), tmp_path)
     alone = K3Model.from_pretrained(tmp_path)
     assert_same_tensors(weights(alone), weights(model))
-    for _, variable in nnx.state(alone, nnx.Param).flat_state():
+    for _, variable in nnx.to_flat_state(nnx.state(alone, nnx.Param)):
         assert variable.get_value().devices() == {jax.devices()[0]}
 
 
@@ -142,12 +142,12 @@ def test_store_with_a_hole(saved, tmp_path):
     held = {name: jnp.asarray(x) for name, x in weights(random_model(MICRO)).items()}
     del held["norm.weight"]
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / orbax.STORE, held)
+        checkpointer.save(tmp_path / orbax.ORBAX_STORE, held)
     refused(tmp_path, "is missing", tensor="norm.weight")
 
 
 def largest_file(folder: Path) -> Path:
-    files = (file for file in (folder / orbax.STORE).rglob("*") if file.is_file())
+    files = (file for file in (folder / orbax.ORBAX_STORE).rglob("*") if file.is_file())
     return max(files, key=lambda file: file.stat().st_size)
 
 
@@ -156,11 +156,11 @@ DAMAGE = {
         largest_file(folder).read_bytes()[: largest_file(folder).stat().st_size // 2]
     ),
     "deleted_data": lambda folder: largest_file(folder).unlink(),
-    "no_metadata": lambda folder: (folder / orbax.STORE / "_METADATA").unlink(),
-    "broken_metadata": lambda folder: (folder / orbax.STORE / "_METADATA").write_text("{"),
+    "no_metadata": lambda folder: (folder / orbax.ORBAX_STORE / "_METADATA").unlink(),
+    "broken_metadata": lambda folder: (folder / orbax.ORBAX_STORE / "_METADATA").write_text("{"),
     "empty_store": lambda folder: (
-        shutil.rmtree(folder / orbax.STORE),
-        (folder / orbax.STORE).mkdir(),
+        shutil.rmtree(folder / orbax.ORBAX_STORE),
+        (folder / orbax.ORBAX_STORE).mkdir(),
     ),
 }
 
@@ -205,9 +205,18 @@ def test_failed_save_changes_nothing(folder, model, monkeypatch):
     assert_same_tensors(weights(K3Model.from_pretrained(folder)), weights(model))
     save_orbax(other, folder)
     assert_same_tensors(weights(K3Model.from_pretrained(folder)), weights(other))
-    assert {file.name for file in folder.iterdir()} == {"config.json", orbax.STORE}
+    assert {file.name for file in folder.iterdir()} == {"config.json", orbax.ORBAX_STORE}
 
 
 def test_config_beside_the_store_is_the_published_one(saved):
     raw = json.loads((saved / "config.json").read_text())
     assert K3Config.from_dict(raw) == MICRO
+
+
+def test_a_folder_holds_one_form(model, saved, tmp_path):
+    with pytest.raises(CheckpointError, match="already holds orbax"):
+        model.save_pretrained(saved)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="already holds model.safetensors"):
+        save_orbax(model, tmp_path)
+    assert_same_tensors(weights(K3Model.from_pretrained(tmp_path)), weights(model))

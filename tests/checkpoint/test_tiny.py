@@ -20,7 +20,7 @@ from tests.micro import MICRO
 
 def weights(model: K3Model) -> dict[str, np.ndarray]:
     """Parameters by dotted name."""
-    state = nnx.state(model, nnx.Param).flat_state()
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)): np.asarray(v.get_value()) for path, v in state}
 
 

@@ -228,7 +228,7 @@ def test_released_block_layout():
 def stored(preset: str) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every tensor of a checkpoint in the published layout, by name."""
     config = K3Config.preset(preset)
-    state = dict(nnx.state(K3Model(config), nnx.Param).flat_state())
+    state = dict(nnx.to_flat_state(nnx.state(K3Model(config), nnx.Param)))
     shapes = {path: variable.get_value().shape for path, variable in state.items()}
     tensors = {}
     for path, source in names.sources(config, shapes, names.published_prefix(config)).items():
@@ -299,7 +299,7 @@ def test_eight_devices_divide_every_sharded_axis(preset):
     """Laid out for eight devices without an array."""
     model = K3Model(K3Config.preset(preset), mesh=make_mesh(tp=8))
     split = 0
-    for path, variable in nnx.state(model, nnx.Param).flat_state():
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         spec = RULES.spec(variable.get_metadata()["logical_axes"])
         shape = variable.get_value().shape
         for size, axis in zip(shape, spec, strict=True):
@@ -458,3 +458,11 @@ def test_tokens_do_not_depend_on_x64(comparisons, micro_greedy):
     kinds = jax.tree.map(lambda x: x.dtype, (micro_greedy.cache, micro_greedy.logits))
     assert jax.tree.map(lambda x: x.dtype, (greedy.cache, greedy.logits)) == kinds
     assert greedy.token_ids.dtype == np.int32
+
+
+def test_float16_checkpoints_are_held_in_float32():
+    config = K3Config.preset("tiny").replace(dtype="float16")
+    assert K3Model(config).dtype == jnp.float32
+    assert K3Model(config, dtype="bfloat16").dtype == jnp.bfloat16
+    with pytest.raises(ConfigError, match="float16"):
+        K3Model(config, dtype="float16")
