@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-RESULTS = pathlib.Path("benchmarks") / "results"
+RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 
 
 def timed(run: Callable[[], object], *, repeats: int, warmup: int = 1) -> dict[str, float]:

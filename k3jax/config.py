@@ -207,7 +207,9 @@ class K3Config:
                 inner = _object(text, "text_config").get("architectures")
                 named += _strings(inner or (), "text_config.architectures")
             kind = raw.get("model_type")
-            if kind not in sorted(_MODEL_TYPES) or not _ARCHITECTURES.issuperset(named):
+            inner_kind = text.get("model_type", "kimi_linear") if text else "kimi_linear"
+            known = kind in sorted(_MODEL_TYPES) and inner_kind in sorted(_MODEL_TYPES)
+            if not known or not _ARCHITECTURES.issuperset(named):
                 raise CheckpointError(
                     f"unknown architecture: model_type={kind!r}, architectures={list(named)}; "
                     f"k3jax reads model_type {sorted(_MODEL_TYPES)} with {sorted(_ARCHITECTURES)}",
@@ -235,7 +237,7 @@ class K3Config:
         if merged.get("activation_situ_beta") == 0:
             del merged["activation_situ_beta"]  # as good as absent in the reference model
         heads = merged.get("num_attention_heads")
-        if (merged.pop("num_key_value_heads", None) or heads) != heads:
+        if merged.pop("num_key_value_heads", heads) not in (heads, None):
             raise ConfigError(
                 "num_key_value_heads must equal num_attention_heads: MLA has one latent"
             )
@@ -431,9 +433,13 @@ def _checked(spec: dataclasses.Field, value, name: str):
     if wanted == "int" and (isinstance(value, bool) or not isinstance(value, int)):
         raise ConfigError(f"{name}={value!r} must be an integer")
     if wanted == "float":
-        if isinstance(value, (bool, str)) or not math.isfinite(value):
-            raise ConfigError(f"{name}={value!r} must be a number")
-        return float(value)
+        try:
+            number = math.nan if isinstance(value, (bool, str)) else float(value)
+        except OverflowError:  # an integer beyond any float
+            number = math.inf
+        if not math.isfinite(number):
+            raise ConfigError(f"{name} must be a finite number")
+        return number
     if wanted == "str" and not isinstance(value, str):
         raise ConfigError(f"{name}={value!r} must be a string")
     return value
@@ -489,6 +495,7 @@ def _validate(c: K3Config) -> None:
         c.mla_use_nope,
         "mla_use_nope=false is not supported: K3 and Kimi-Linear rotate no key of the text model",
     )
+    require(c.logit_scale > 0, f"logit_scale={c.logit_scale} must be positive")
     require(c.hidden_act in ("silu", "situ"), f"hidden_act={c.hidden_act!r} must be silu or situ")
 
     linear = c.linear_attn_config
@@ -504,8 +511,9 @@ def _validate(c: K3Config) -> None:
         f"linear_attn_config.gate_lower_bound={linear.gate_lower_bound} must be in [-5, 0) or null",
     )
     listed = sorted(linear.kda_layers + linear.full_attn_layers)
+    count = c.num_hidden_layers
     require(
-        listed == list(range(1, c.num_hidden_layers + 1)),
+        len(listed) == count and listed == list(range(1, count + 1)),
         "linear_attn_config.kda_layers and full_attn_layers must together name each of the layers "
         f"1..{c.num_hidden_layers} once (num_hidden_layers={c.num_hidden_layers})",
     )
@@ -535,6 +543,10 @@ def _validate_moe(c: K3Config, require) -> None:
         f"num_experts_per_token={c.num_experts_per_token} must be in 1..{c.num_experts}",
     )
     require(c.moe_intermediate_size > 0, "moe_intermediate_size must be positive")
+    require(
+        c.routed_scaling_factor > 0,
+        f"routed_scaling_factor={c.routed_scaling_factor} must be positive",
+    )
     require(c.num_shared_experts >= 0, "num_shared_experts must not be negative")
     require(
         c.moe_router_activation_func in ("sigmoid", "softmax"),

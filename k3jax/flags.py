@@ -5,10 +5,13 @@ import dataclasses
 import difflib
 import inspect
 import re
+import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
+
+from k3jax.errors import K3Error
 
 T = TypeVar("T")
 
@@ -106,3 +109,14 @@ def _field_comments(flags: type) -> dict[str, str]:
         else:
             name = None
     return comments
+
+
+def run_script(main: Callable[[], None]) -> NoReturn:
+    """Runs a script: what a user can put right becomes one line on stderr and exit code 1."""
+    try:
+        main()
+    except K3Error as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)

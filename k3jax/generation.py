@@ -22,10 +22,13 @@ from k3jax.engine.request import SamplingParams
 from k3jax.engine.sampling import SamplingArrays, sample
 from k3jax.errors import RequestError
 from k3jax.models.cache import Batch, K3Cache, allocate_cache, cache_specs
-from k3jax.models.k3 import K3Model
+from k3jax.models.k3 import K3Model, checked_prompts
 from pallas_kernels.common.segments import Segments
 
 PAGE_SIZE = 64
+# Shapes are rounded up to these, so that a similar call meets a compiled program.
+STEP_BUCKET = 16
+STOP_BUCKET = 8
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -67,30 +70,28 @@ def generate(
     `max_tokens`, stop tokens add to `stop_token_ids`, and stop strings, which need a tokenizer, are
     refused. prefill_chunk: feed the prompts in pieces of that many tokens, by one program.
     """
-    input_ids = np.asarray(input_ids)
-    if input_ids.ndim != 2 or input_ids.size == 0 or input_ids.dtype.kind not in "iu":
-        raise RequestError(
-            "input_ids must be integers [batch, tokens], not empty", field="input_ids"
-        )
+    input_ids, lengths = checked_prompts(input_ids, lengths, model.config.vocab_size)
     batch, width = input_ids.shape
-    lengths = np.full(batch, width) if lengths is None else np.asarray(lengths)
-    whole = lengths.dtype.kind in "iu" and lengths.shape == (batch,)
-    if not whole or lengths.min() < 1 or lengths.max() > width:
-        raise RequestError(f"lengths must be {batch} integers in 1..{width}", field="lengths")
     max_new_tokens = _count(max_new_tokens, "max_new_tokens")
-    if input_ids.min() < 0 or input_ids.max() >= model.config.vocab_size:
+    limit = model.config.max_position_embeddings
+    if width + max_new_tokens > limit:
         raise RequestError(
-            f"input_ids must be in 0..{model.config.vocab_size - 1}", field="input_ids"
+            f"{width} prompt tokens and max_new_tokens={max_new_tokens} exceed the model's {limit}",
+            field="max_new_tokens",
         )
     chunk = width if prefill_chunk is None else _count(prefill_chunk, "prefill_chunk")
     chunk = min(width, chunk)
-    each = [params] * batch if isinstance(params, SamplingParams) else list(params)
-    if len(each) != batch:
-        raise RequestError(f"params must be one for each of {batch} sequences", field="params")
+    each = [params] * batch if isinstance(params, SamplingParams) else list(params or ())
+    if len(each) != batch or not all(isinstance(p, SamplingParams) for p in each):
+        raise RequestError(
+            f"params must be SamplingParams, one for all or one for each of {batch} sequences",
+            field="params",
+        )
+    more_stops = SamplingParams(stop_token_ids=stop_token_ids).stop_token_ids  # type: ignore[arg-type]
     if any(p.stop for p in each):
         raise RequestError("stop strings need a tokenizer; use stop_token_ids", field="stop")
     sampling = SamplingArrays.pack(each)
-    stops = _pack_stops([{*stop_token_ids, *p.stop_token_ids} for p in each])
+    stops = _pack_stops([{*more_stops, *p.stop_token_ids} for p in each])
 
     graphdef, state = nnx.split(model)
     cache = new_cache(model, batch, width + max_new_tokens)
@@ -117,7 +118,7 @@ def generate(
         sampling,
         stops,
         jnp.int32(max_new_tokens - 1),
-        capacity=max(1, max_new_tokens - 1),
+        capacity=-(-max_new_tokens // STEP_BUCKET) * STEP_BUCKET,
         keep_logits=return_logits,
         mesh=model.mesh,
     )
@@ -131,6 +132,8 @@ def generate(
 
 def _count(value, field: str) -> int:
     """A positive number of tokens, also from NumPy."""
+    if isinstance(value, bool):
+        raise RequestError(f"{field} must be an integer", field=field)
     try:
         count = operator.index(value)
     except TypeError:
@@ -173,9 +176,10 @@ def _latest(firsts, rows):
     return progress, row
 
 
-def _pack_stops(each: Sequence[set[int]], width: int = 1) -> np.ndarray:
-    """Stop tokens of each sequence, int32 [B, at least `width`], filled up with -1."""
-    stops = np.full((len(each), max(width, *map(len, each))), -1, np.int32)
+def _pack_stops(each: Sequence[set[int]], width: int = STOP_BUCKET) -> np.ndarray:
+    """Stop tokens of each sequence, int32 [B, a multiple of `width`], filled up with -1."""
+    most = max(1, *map(len, each))
+    stops = np.full((len(each), -(-most // width) * width), -1, np.int32)
     for row, ids in zip(stops, each, strict=True):
         row[: len(ids)] = sorted(ids)
     return stops

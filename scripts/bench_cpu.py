@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from k3jax.benchmarking import report, timed
-from k3jax.flags import parse_flags
+from k3jax.errors import ConfigError
+from k3jax.flags import parse_flags, run_script
 
 DEFAULT = pathlib.Path(__file__).parent.parent / "tests" / "golden" / "kimi_linear"
 
@@ -32,6 +33,8 @@ class Flags:
 
 def main() -> None:
     flags = parse_flags(Flags)
+    if flags.repeats < 1:
+        raise ConfigError(f"--repeats {flags.repeats} must be at least 1")
     ours, peer = OurModel(flags.model), PeerModel(flags.model) if flags.peer else None
     rng = np.random.default_rng(0)
     rows = []
@@ -124,4 +127,4 @@ class PeerModel:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

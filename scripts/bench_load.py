@@ -13,7 +13,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 
-from k3jax.flags import parse_flags
+from k3jax.errors import CheckpointError
+from k3jax.flags import parse_flags, run_script
 
 
 @dataclass
@@ -27,7 +28,9 @@ class Flags:
 
 def main() -> None:
     flags = parse_flags(Flags)
-    if flags.child and flags.folder is not None:
+    if flags.child:
+        if flags.folder is None:
+            raise CheckpointError("--child needs --folder")
         measure(flags.folder)
         return
     with tempfile.TemporaryDirectory() as scratch:
@@ -35,7 +38,9 @@ def main() -> None:
         if flags.folder is None:
             write_big(scratch)
         command = [sys.executable, __file__, "--child", "--folder", folder]
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if result.returncode:
+            raise CheckpointError("the checkpoint did not load", file=folder)
     from k3jax.benchmarking import report
 
     report("load", [json.loads(result.stdout.splitlines()[-1])], save=flags.save)
@@ -137,4 +142,4 @@ def peak_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -1,11 +1,11 @@
 """Writes a small checkpoint with seeded random weights (untrained: its output means nothing)."""
 
-import sys
 from dataclasses import dataclass
+from typing import Literal
 
 from k3jax.checkpoint.tiny import make_tiny
-from k3jax.errors import K3Error
-from k3jax.flags import parse_flags
+from k3jax.errors import ConfigError
+from k3jax.flags import parse_flags, run_script
 
 
 @dataclass
@@ -13,20 +13,17 @@ class Flags:
     """Writes an untrained checkpoint of a small preset in the published layout."""
 
     target: str  # folder to write
-    preset: str = "tiny"  # tiny or tiny-8
+    preset: Literal["tiny", "tiny-8"] = "tiny"  # sizes of the model
     seed: int = 0  # of the weights
 
 
-def main() -> int:
+def main() -> None:
     flags = parse_flags(Flags, positional="target")
-    try:
-        make_tiny(flags.target, preset=flags.preset, seed=flags.seed)
-    except K3Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if flags.seed < 0:
+        raise ConfigError(f"--seed {flags.seed} must not be negative")
+    make_tiny(flags.target, preset=flags.preset, seed=flags.seed)
     print(f"wrote {flags.target}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -46,14 +46,21 @@ class Node:
 class Index:
     """Nodes by hash, and the eviction of their pages and states with everything behind them."""
 
-    def __init__(self, settings: CacheSettings, pages: Pool, slots: Pool, events: EventLog):
+    def __init__(
+        self,
+        settings: CacheSettings,
+        pages: Pool,
+        slots: Pool,
+        events: EventLog,
+        evictions: Counter[tuple[str, str]],
+    ):
         self.settings = settings
         self.pages = pages
         self.slots = slots
         self.events = events
         self.nodes: dict[bytes, Node] = {}
         self.roots: dict[bytes, Node] = {}
-        self.evictions: Counter[tuple[str, str]] = Counter()  # by group ("mla", "kda") and cause
+        self.evictions = evictions
         # From the shallowest to the deepest. Siblings share a page after a fork inside a unit.
         self._on_page: dict[int, list[Node]] = {}
         self._on_slot: dict[int, Node] = {}
@@ -199,12 +206,16 @@ class Index:
                 self.drop(node, "evicted")
         return True
 
-    def evict_slot(self) -> bool:
-        """Takes the least valuable idle state out of the index; False if there is none."""
+    def evict_slot(self, *, priority: int | None = None) -> bool:
+        """Takes the least valuable idle state out of the index; False if there is none, or none of
+        at most this priority."""
         slot = self.slots.oldest()
         if slot is None:
             return False
-        self.drop_state(self._on_slot[slot], "evicted")
+        node = self._on_slot[slot]
+        if priority is not None and node.priority > priority:
+            return False
+        self.drop_state(node, "evicted")
         return True
 
     def drop(self, node: Node, cause: str, *, quarantine: bool = False) -> None:

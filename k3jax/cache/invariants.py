@@ -1,4 +1,4 @@
-"""Checks of a whole cache manager, for tests and for looking into a live one. O(size of the cache)."""
+"""Checks of a whole cache manager, for tests and for looking into a live one."""
 
 from collections import Counter
 

@@ -65,7 +65,7 @@ class CacheManager:
         settings = self.settings
         self.pages = Pool(settings.num_pages)
         self.slots = Pool(settings.num_slots)
-        self.index = Index(settings, self.pages, self.slots, self._events)
+        self.index = Index(settings, self.pages, self.slots, self._events, self.stats.evictions)
         self.pins = Pins(self.pages, self.slots, settings.max_pinned_fraction, self._clock)
         self.snapshots = Snapshots(settings, self.index, self.pins, self.stats, self._sequences)
 
@@ -184,13 +184,13 @@ class CacheManager:
                 self._raise_priority(hit.node, request.priority)
         report = self._reports.update(request, hit)
         report.num_admissions += 1
-        slot = self.snapshots.take_slot(steal=True)
+        slot = self.snapshots.take_running_slot()
         assert slot is not None
         sequence = Sequence(
             request=request,
             slot=slot,
             pages=shared,
-            plan=plan_retention(
+            retention=plan_retention(
                 self.settings,
                 request.num_prompt_tokens,
                 junction=hit.junction,
@@ -230,13 +230,13 @@ class CacheManager:
         if kind is Pass.VERIFY or (kind is Pass.DECODE and num_tokens <= 1):
             return num_tokens
         if kind is Pass.DECODE:
-            ahead = sequence.plan.next_after(start)
+            ahead = sequence.retention.next_after(start)
             return num_tokens if ahead is None else min(num_tokens, ahead.position - start)
         end = min(start + num_tokens, known)
         if end < known:
             end = end // self.settings.scheduler_alignment * self.settings.scheduler_alignment
         after = max(start, sequence.last_checkpoint)
-        inside = sequence.plan.between(after, end - 1, decode_end=False)
+        inside = sequence.retention.between(after, end - 1, decode_end=False)
         for number, checkpoint in enumerate(inside, start=1):
             exportable = checkpoint.position % self.settings.kda_chunk == 0
             if number > self.settings.exports_per_segment or not exportable:
@@ -275,7 +275,7 @@ class CacheManager:
         sequence.num_scheduled += num_tokens
         if kind is Pass.PREFILL:
             self.snapshots.export(sequence, row)
-        return row.plan()
+        return row.finish_planning()
 
     def fork(self, request_id: str, child: CacheRequest) -> Admission | NoSpace:
         """Admits `child` as a copy of a request at its present position: pages are shared, the
@@ -303,7 +303,7 @@ class CacheManager:
         for page in shared:
             self.pages.retain(page)
         self.slots.retain(parent.slot)  # before one is taken, and until the copy is dispatched
-        slot = self.snapshots.take_slot(steal=True)
+        slot = self.snapshots.take_running_slot()
         assert slot is not None
         report = self._reports.update(child, Hit(num_tokens=length, attention_tokens=length))
         report.num_admissions += 1
@@ -311,7 +311,7 @@ class CacheManager:
             request=child,
             slot=slot,
             pages=shared,
-            plan=plan_retention(self.settings, child.num_prompt_tokens),
+            retention=plan_retention(self.settings, child.num_prompt_tokens),
             report=report,
             num_hit=length,
             num_computed=length,
@@ -345,8 +345,8 @@ class CacheManager:
                 plan.zero_slots.append(row.sequence.slot)
             plan.page_copies += row.page_copies
             plan.slot_copies += row.slot_copies
-            if row.num_tokens:
-                plan.rows.append(row.plan())
+            if row.plan is not None:
+                plan.rows.append(row.plan)
                 row.sequence.last_kind = row.kind
             row.sequence.rows.append(row)
         if not plan.empty:
@@ -649,8 +649,9 @@ class CacheManager:
         self._cancel(sequence)
         first = sequence.num_hit // self.settings.page_size if sequence.proven else 0
         suspect = list(sequence.pages[first:])
-        if sequence.source is not None and not sequence.proven:
-            suspect += sequence.source.pages
+        source = sequence.source
+        if source is not None and source.alive and not sequence.proven:
+            suspect += source.pages
         for page in suspect:
             for node in list(self.index.on_page(page)):
                 self.index.drop(node, "not finite", quarantine=True)
@@ -663,8 +664,8 @@ class CacheManager:
             self.snapshots.drop(sequence.tail, quarantine=True)
             sequence.tail = None
         for other in self.live_sequences():
-            source = other.source
-            if (source is not None and source.poisoned) or any(
+            resumed = other.source
+            if (resumed is not None and resumed.poisoned) or any(
                 map(self.pages.is_quarantined, other.pages)
             ):
                 other.publishable = False

@@ -77,6 +77,8 @@ class CacheStats:
     misses: Counter[Miss] = field(default_factory=Counter)
     snapshots: Counter[str] = field(default_factory=Counter)  # published, by kind
     skipped_snapshots: Counter[str] = field(default_factory=Counter)  # by reason
+    # Units and states that left the index, by group ("mla", "kda") and cause.
+    evictions: Counter[tuple[str, str]] = field(default_factory=Counter)
     page_copies: int = 0
     deferrals: int = 0
     pins_refused: int = 0

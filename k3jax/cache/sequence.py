@@ -1,6 +1,7 @@
 """The manager's own records: what a live request holds, and what a step under way will leave."""
 
 import enum
+import sys
 from dataclasses import dataclass, field
 
 from k3jax.cache.index import Node
@@ -53,15 +54,16 @@ class Row:
     exports: list[Export] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     held: list[tuple[Pool, int]] = field(default_factory=list)  # sources, until dispatched
+    plan: RowPlan | None = None  # where tokens are scheduled
 
     @property
     def exact_end(self) -> bool:
         """The host knows where it will end: all of its tokens will be computed."""
         return self.kind is Pass.PREFILL or self.num_tokens <= 1
 
-    def plan(self) -> RowPlan:
+    def finish_planning(self) -> RowPlan:
         """The row as the runner sees it."""
-        return RowPlan(
+        self.plan = RowPlan(
             request_id=self.sequence.request_id,
             slot=self.sequence.slot,
             start=self.start,
@@ -72,6 +74,7 @@ class Row:
             new_pages=tuple(self.new_pages),
             exports=tuple(self.exports),
         )
+        return self.plan
 
     def check(self, result: RowResult | None) -> None:
         """Refuses a result that does not fit the row."""
@@ -121,7 +124,7 @@ class Sequence:
     request: CacheRequest
     slot: int
     pages: list[int]
-    plan: RetentionPlan
+    retention: RetentionPlan
     report: CacheReport
     num_hit: int = 0  # taken from the cache at this admission
     num_computed: int = 0
@@ -130,6 +133,7 @@ class Sequence:
     last_kind: Pass = Pass.PREFILL
     verify_start: int = 0  # num_computed before the last verify row
     last_checkpoint: int = 0  # states up to here are taken care of
+    next_due: int = 0  # no state is due before the slot stands here
     tail: Snapshot | None = None  # the latest state kept aside for the end of the answer
     source: Node | None = None  # what it resumed from
     tip: Node | None = None  # the deepest node that it published or found published
@@ -157,11 +161,13 @@ class Sequence:
     def due(self) -> list[Checkpoint]:
         """States to copy before the next row runs: the running slot stands at such a position, or
         verify records can be folded up to it. Only where all tokens are known (C-10, C-11)."""
-        if not self.exact:
-            return []
         here = self.num_scheduled
+        if here < self.next_due or not self.exact:
+            return []
         foldable = self.last_kind is Pass.VERIFY and not self.rows
         first = self.verify_start if foldable else here - 1
         last = min(here, len(self.request.chain))
-        found = self.plan.between(max(first, self.last_checkpoint), last)
+        found = self.retention.between(max(first, self.last_checkpoint), last)
+        ahead = self.retention.next_after(last)
+        self.next_due = ahead.position if ahead is not None else sys.maxsize
         return [c for c in found if c.kind is not Kind.DECODE_END or c is found[-1]]

@@ -6,7 +6,6 @@ pages, states restored from the wrong place, snapshots nobody wrote, tenants mix
 overrun tokens that were published: it stands for C-1, C-3, C-4, C-5, C-8 to C-14, C-16 and C-17.
 """
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -80,7 +79,8 @@ class Simulation:
     """A cache manager, a device of hashes, and clients, driven by a source of choices.
 
     choose(n): a number in [0, n). depth: steps that may be dispatched before the first of them is
-    committed. Every method that is a verb of the traffic may be called at any time.
+    committed. not_finite: some rows come back so. max_len: tokens of a request, 0 for as many as
+    fit. Every method that is a verb of the traffic may be called at any time.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Simulation:
         *,
         depth: int = 1,
         not_finite: bool = True,
+        max_len: int = 0,
     ):
         self.settings = settings
         self.choose = choose
@@ -105,7 +106,8 @@ class Simulation:
         self.operations = 0
         self.num_requests = 0
         self.weight_version = 0
-        self.capacity = (settings.num_pages - 1) * settings.page_size
+        room = (settings.num_pages - 1) * settings.page_size
+        self.capacity = min(room, max_len or room)
 
     # Traffic.
 
@@ -118,7 +120,7 @@ class Simulation:
             root = Root("model", self.weight_version, cache_salt=salt)
             document = self.choose(2)
             start = [(7 * t * (document + 3) + t // 5) % 5 for t in range(self.capacity)]
-            start = start[: self.choose(self.capacity * 3 // 4) + 1]
+            start = start[: 1 + self.capacity * (1 + self.choose(6)) // 8 + self.choose(3)]
         tokens = [*start[: self.capacity - 3], *(self.choose(2) for _ in range(self.choose(3)))]
         self.num_requests += 1
         chain = HashChain(root, self.settings.match_unit, tokens)
@@ -142,7 +144,7 @@ class Simulation:
         self.operations += 1
         self.manager.begin_step()
         for client in list(self.clients.values()):
-            match self.choose(16):
+            match self.choose(32):
                 case 0:
                     pass
                 case 1 if client.running:
@@ -153,7 +155,7 @@ class Simulation:
                     client.hit = self.manager.lookup(client.request)  # used in a later pass
                 case _:
                     self._admit_or_extend(client)
-        while self.clients and self.choose(8) == 0:  # after it was scheduled
+        while self.clients and self.choose(16) == 0:  # after it was scheduled
             client = list(self.clients.values())[self.choose(len(self.clients))]
             if client.running and self.choose(2):
                 self.preempt(client)
@@ -163,7 +165,7 @@ class Simulation:
         if plan.empty:
             return
         self._check_plan(plan)
-        if self.choose(24) == 0:
+        if self.choose(48) == 0:
             self.fail(plan.step_id)
             return
         self.execute(plan)
@@ -325,9 +327,7 @@ class Simulation:
 
     def _is_live(self, result: Result) -> bool:
         client = self.clients.get(result.client.request.request_id)
-        return (
-            client is result.client and client.running and client.admission == result.admission
-        )
+        return client is result.client and client.running and client.admission == result.admission
 
     def _under_way(self, client: Client) -> bool:
         return any(r.client is client for results in self.results.values() for r in results)
@@ -480,7 +480,7 @@ class Simulation:
         return Result(client, client.admission, num_computed, sampled, finite, row.num_tokens)
 
     def _tokens(self, client: Client, row: RowPlan, start: int) -> tuple[list[int], list[int], int]:
-        """(tokens fed, tokens sampled, tokens computed) of a row; the truth grows by the sampled."""
+        """(tokens fed, sampled, number computed) of a row; the truth grows by the sampled."""
         sampled: list[int] = []
         if row.kind is Pass.PREFILL:
             fed = client.truth[start : start + row.num_tokens]
@@ -517,13 +517,13 @@ def random_operation(simulation: Simulation) -> None:
         simulation.commit()
     elif kind < 54:
         simulation.fork()
-    elif kind < 56:
+    elif kind < 56 and choose(8) == 0:
         simulation.evict()
-    elif kind < 58:
+    elif 56 <= kind < 58:
         simulation.wait()
-    elif kind == 58 and choose(3) == 0:
+    elif kind == 58 and choose(12) == 0:
         simulation.reset()
-    elif kind == 59 and choose(4) == 0:
+    elif kind == 59 and choose(24) == 0:
         simulation.restart()
     elif kind == 60 and simulation.results:
         simulation.fail(list(simulation.results)[choose(len(simulation.results))])

@@ -41,13 +41,11 @@ class Snapshots:
         available = self.slots.available
         return available if available > 1 else available + len(self._to_steal())
 
-    def take_slot(self, *, steal: bool = False) -> int | None:
-        """A slot, with the least valuable idle state evicted for it if need be.
-
-        steal: take it from a running request that keeps a state aside, if there is no other.
-        """
+    def take_running_slot(self) -> int | None:
+        """A slot to run in: evicts the least valuable idle state for it, or else takes the slot of
+        a state that a running request keeps aside."""
         if not self.slots.num_free and not self.index.evict_slot():
-            aside = self._to_steal() if steal else []
+            aside = self._to_steal()
             if not aside:
                 return None
             aside[0].sequence.tail = None
@@ -92,7 +90,7 @@ class Snapshots:
         is copied before the next row; one inside that cannot be exported is given up (C-14)."""
         end = row.start + row.num_tokens
         after = max(row.start, sequence.last_checkpoint)
-        for checkpoint in sequence.plan.between(after, end, decode_end=False):
+        for checkpoint in sequence.retention.between(after, end, decode_end=False):
             position = checkpoint.position
             if len(row.exports) < self.settings.exports_per_segment and (
                 position % self.settings.kda_chunk == 0 or position == end
@@ -122,11 +120,11 @@ class Snapshots:
             return None
         aside = checkpoint.kind is Kind.DECODE_END
         if aside and sequence.tail is not None:
-            slot: int | None = sequence.tail.slot
+            slot = sequence.tail.slot
             sequence.tail.fence = Fence.DROPPED
+        elif self.slots.num_free or self.index.evict_slot(priority=sequence.request.priority):
+            slot = self.slots.take()
         else:
-            slot = self.take_slot()
-        if slot is None:
             self._skip(sequence, checkpoint, "no slot was free")
             return None
         snapshot = Snapshot(sequence, checkpoint, slot, keep=not aside)
@@ -242,4 +240,4 @@ class Snapshots:
         if sequence.request.pin_ttl_s is None:
             return []
         kind = Kind.DIRECTED if sequence.request.checkpoints else Kind.PROMPT_END
-        return [c.position for c in sequence.plan.fixed if c.kind is kind]
+        return [c.position for c in sequence.retention.fixed if c.kind is kind]

@@ -4,15 +4,14 @@ import functools
 import json
 import pathlib
 import re
-import shutil
 from collections.abc import Iterator
 
 import numpy as np
 
+from k3jax.checkpoint.folder import ORBAX_STORE, copy_companions, saving
 from k3jax.checkpoint.huggingface import check_huggingface
 from k3jax.checkpoint.mxfp4 import quantize
 from k3jax.checkpoint.safetensors import (
-    INDEX_NAME,
     SafetensorsFolder,
     TensorSource,
     write_checkpoint,
@@ -33,26 +32,13 @@ def quantize_experts(source, target, *, max_shard_bytes: int = 5_000_000_000) ->
     with folder:
         if config.quantization_config is not None:
             raise CheckpointError("the routed experts are MXFP4 already", file=source)
-        quantized = config.replace(quantization_config=QuantizationConfig())
-        target.mkdir(parents=True, exist_ok=True)
-        write_checkpoint(target, _quantized_tensors(folder), max_shard_bytes=max_shard_bytes)
-    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    as_written = quantized.to_dict()
-    inner = as_written.get("text_config", as_written)["quantization_config"]
-    raw.get("text_config", raw)["quantization_config"] = inner
-    text = json.dumps(raw, indent=2, ensure_ascii=False)
-    (target / "config.json").write_text(text + "\n", encoding="utf-8")
+        quantized = config.replace(quantization_config=QuantizationConfig()).to_dict()
+        inner = quantized.get("text_config", quantized)["quantization_config"]
+        raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        raw.get("text_config", raw)["quantization_config"] = inner
+        with saving(target, raw, [ORBAX_STORE]):
+            write_checkpoint(target, _quantized_tensors(folder), max_shard_bytes=max_shard_bytes)
     copy_companions(source, target)
-
-
-def copy_companions(source, target) -> None:
-    """Copies what stands beside the weights: tokenizer, generation and preprocessor files."""
-    if pathlib.Path(source).samefile(target):
-        return
-    for file in pathlib.Path(source).iterdir():
-        weights = file.suffix in (".safetensors", ".partial") or file.name == INDEX_NAME
-        if file.is_file() and not weights and file.name != "config.json":
-            shutil.copy(file, target)
 
 
 def _quantized_tensors(folder: SafetensorsFolder) -> Iterator[TensorSource]:

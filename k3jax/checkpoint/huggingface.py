@@ -1,14 +1,13 @@
 """The published layout, a Hugging Face folder: strict loading into place, and saving."""
 
-import json
 import logging
-import pathlib
 
 import jax
 import numpy as np
 from flax import nnx
 
 from k3jax.checkpoint import names
+from k3jax.checkpoint.folder import ORBAX_STORE, saving
 from k3jax.checkpoint.safetensors import (
     SafetensorsFolder,
     check_stored_dtype,
@@ -21,8 +20,6 @@ from k3jax.errors import CheckpointError
 from k3jax.models.k3 import K3Model
 
 logger = logging.getLogger(__name__)
-
-ORBAX_STORE = "orbax"  # folder of an Orbax checkpoint's weights beside config.json
 
 
 def load_huggingface(path, *, dtype=None, mesh=None) -> K3Model:
@@ -56,8 +53,6 @@ def check_huggingface(path) -> tuple[K3Config, SafetensorsFolder]:
 
 def save_huggingface(model: K3Model, path, *, max_shard_bytes: int = 5_000_000_000) -> None:
     """Writes the model's weights in its own dtype, packed experts with the bytes they have."""
-    path = pathlib.Path(path)
-    refuse_mixture(path, pathlib.Path(path) / ORBAX_STORE)
     # Layers that were left out on loading are not promised either.
     config = model.config.replace(dtype=model.dtype.name, num_nextn_predict_layers=0)
     if config.vision_config is not None:
@@ -71,21 +66,8 @@ def save_huggingface(model: K3Model, path, *, max_shard_bytes: int = 5_000_000_0
         for key, source in plan.items():
             yield from source.write(_host_value(state, key), state[key].get_value().dtype)
 
-    text = json.dumps(config.to_dict(), indent=2, ensure_ascii=False)
-    partial = path / "config.json.partial"  # a full disk must show before anything is replaced
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text + "\n", encoding="utf-8")
-        write_checkpoint(path, tensors(), max_shard_bytes=max_shard_bytes)
-        partial.replace(path / "config.json")
-    except OSError as error:
-        raise CheckpointError(f"cannot save: {error}", file=path) from error
-
-
-def refuse_mixture(path: pathlib.Path, other: pathlib.Path) -> None:
-    """One folder holds one form of a checkpoint: which of two was meant could not be told."""
-    if other.exists():
-        raise CheckpointError(f"the folder already holds {other.name}; save elsewhere", file=path)
+    with saving(path, config.to_dict(), [ORBAX_STORE]) as folder:
+        write_checkpoint(folder, tensors(), max_shard_bytes=max_shard_bytes)
 
 
 def _plan(folder: SafetensorsFolder, config: K3Config):
@@ -100,6 +82,10 @@ def _plan(folder: SafetensorsFolder, config: K3Config):
         source.check(folder)
         consumed |= source.stored.keys()
     left = [name for name in folder.names if name not in consumed]
+    head = names.lm_head(prefix)
+    if config.tie_word_embeddings and head in left:
+        _check_tied(folder, head, f"{prefix}embed_tokens.weight")
+        left.remove(head)
     unknown = [name for name in left if not names.skipped(config, name)]
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
@@ -113,6 +99,16 @@ def _plan(folder: SafetensorsFolder, config: K3Config):
     if left:
         logger.info("left out %d tensors of vision or next-token layers", len(left))
     return config, plan
+
+
+def _check_tied(folder: SafetensorsFolder, head: str, embedding: str) -> None:
+    """A stored copy of a tied head is fine; a head of its own would be lost."""
+    if not np.array_equal(folder.read(head), folder.read(embedding)):
+        raise CheckpointError(
+            "differs from the embedding although config.json says tie_word_embeddings",
+            file=folder.info(head).file,
+            tensor=head,
+        )
 
 
 def _match_quantization(config: K3Config, folder: SafetensorsFolder) -> K3Config:

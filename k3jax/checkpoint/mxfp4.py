@@ -19,6 +19,7 @@ from k3jax.errors import CheckpointError
 
 GROUP_SIZE = 32
 INVALID_SCALE = 255  # E8M0's only NaN
+LARGEST_SCALE = 252  # 6 * 2^(252 - 127) is the largest value that float32 holds
 
 MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 LARGEST = 6.0
@@ -77,16 +78,20 @@ def check_width(width: int, *, file: object = None, tensor: str | None = None) -
 def check_scales(
     scale: npt.NDArray[np.uint8], file: object = None, tensor: str | None = None
 ) -> None:
-    """Refuses scale bytes that stand for no number, that is 255. Byte 0 is a valid 2^-127."""
+    """Refuses scale bytes with which a code leaves float32: above 252, of which 255 is NaN.
+
+    Byte 0 is a valid 2^-127.
+    """
     if scale.dtype != np.uint8:
         raise CheckpointError(
             f"MXFP4 scales must be uint8, these are {scale.dtype}", file=file, tensor=tensor
         )
-    if scale.size and scale.max() == INVALID_SCALE:
-        invalid = scale == INVALID_SCALE
+    if scale.size and scale.max() > LARGEST_SCALE:
+        invalid = scale > LARGEST_SCALE
         first = tuple(int(i) for i in np.unravel_index(int(invalid.argmax()), scale.shape))
         raise CheckpointError(
-            f"E8M0 scale byte 255 (NaN) at {int(invalid.sum())} position(s), the first at {first}:"
+            f"E8M0 scale byte {int(scale[first])} (255 is NaN, above {LARGEST_SCALE} codes become"
+            f" infinite) at {int(invalid.sum())} position(s), the first at {first}:"
             " the file is damaged or not MXFP4",
             file=file,
             tensor=tensor,

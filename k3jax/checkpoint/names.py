@@ -219,15 +219,17 @@ def skipped(config: K3Config, name: str) -> bool:
         return True
     match = _LAYER.match(name)
     extra = config.num_hidden_layers + config.num_nextn_predict_layers
-    if match and config.num_hidden_layers <= int(match.group(1)) < extra:
-        return True
-    return config.tie_word_embeddings and name.endswith("lm_head.weight")
+    return match is not None and config.num_hidden_layers <= int(match.group(1)) < extra
+
+
+def lm_head(prefix: str) -> str:
+    """The head's tensor, which stands beside the model, not in it."""
+    return ("language_model." if prefix.startswith("language_model.") else "") + "lm_head.weight"
 
 
 def _source(config: K3Config, path: tuple, shape: tuple[int, ...], prefix: str) -> Source:
     if path[0] == "lm_head":
-        head = "language_model." if prefix.startswith("language_model.") else ""
-        return Source(f"{head}lm_head.weight", shape, shape)
+        return Source(lm_head(prefix), shape, shape)
     name = prefix + ".".join(str(part) for part in path)
     if match := re.fullmatch(r"(.*_res)\.(norm|proj)", name):
         stored = (1, *shape) if match.group(2) == "proj" else shape
@@ -259,9 +261,12 @@ def _checked(folder: SafetensorsFolder, name: str, value: np.ndarray, dtype) -> 
     if value.dtype == np.uint8:
         if name.endswith("_scale"):
             check_scales(value, file=file, tensor=name)
-    elif not _all_finite(value):
-        raise CheckpointError("values are not all finite", file=file, tensor=name)
-    return value.astype(dtype, copy=False)
+        return value
+    with np.errstate(over="ignore"):  # seen on the next line
+        value = value.astype(dtype, copy=False)
+    if not _all_finite(value):
+        raise CheckpointError(f"values are not all finite in {value.dtype}", file=file, tensor=name)
+    return value
 
 
 def _all_finite(value: np.ndarray) -> bool:

@@ -1,14 +1,15 @@
 """Orbax checkpoints: the same weights as an OCDBT store that restores straight onto a mesh."""
 
-import json
 import pathlib
 import shutil
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from k3jax.checkpoint.huggingface import ORBAX_STORE, refuse_mixture
+from k3jax.checkpoint.folder import ORBAX_STORE, saving
+from k3jax.checkpoint.mxfp4 import LARGEST_SCALE
 from k3jax.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
 from k3jax.config import K3Config
 from k3jax.distributed.sharding import named_sharding
@@ -23,29 +24,22 @@ def is_orbax(path) -> bool:
 
 def save_orbax(model: K3Model, path) -> None:
     """Writes config.json and the weights, each under its dotted parameter name."""
-    path = pathlib.Path(path).absolute()
-    for name in (INDEX_NAME, SINGLE_NAME):
-        refuse_mixture(path, path / name)
     weights = {_dotted(key): v.get_value() for key, v in nnx.to_flat_state(nnx.state(model))}
     config = model.config.replace(
         dtype=model.dtype.name, num_nextn_predict_layers=0, vision_config=None
     )
-    store, fresh, old = (path / f"{ORBAX_STORE}{suffix}" for suffix in ("", ".partial", ".old"))
-    partial = path / "config.json.partial"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
+    with saving(path, config.to_dict(), [INDEX_NAME, SINGLE_NAME]) as folder:
+        store, fresh, old = (
+            folder / f"{ORBAX_STORE}{suffix}" for suffix in ("", ".partial", ".old")
+        )
         for left_over in (fresh, old):
             shutil.rmtree(left_over, ignore_errors=True)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(fresh, weights)
-        partial.write_text(json.dumps(config.to_dict(), indent=2) + "\n")
         if store.exists():
             store.rename(old)
         fresh.rename(store)
-        partial.replace(path / "config.json")
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot save: {error}", file=path) from error
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def load_orbax(path, *, dtype=None, mesh=None) -> K3Model:
@@ -65,6 +59,8 @@ def load_orbax(path, *, dtype=None, mesh=None) -> K3Model:
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             stored = checkpointer.metadata(path / ORBAX_STORE).item_metadata
+            if stored is None:
+                raise CheckpointError("the Orbax store has no metadata", file=path / ORBAX_STORE)
             _check_names({k: tuple(stored[k].shape) for k in stored}, targets, path)
             weights = checkpointer.restore(path / ORBAX_STORE, targets)
     except CheckpointError:
@@ -72,7 +68,9 @@ def load_orbax(path, *, dtype=None, mesh=None) -> K3Model:
     except Exception as error:  # Orbax and TensorStore raise many kinds for damaged stores
         raise CheckpointError(f"the Orbax store cannot be restored: {error}", file=path) from error
     for key, variable in nnx.to_flat_state(state):
-        variable.set_value(weights[_dotted(key)])
+        name = _dotted(key)
+        _check_values(name, weights[name], path)
+        variable.set_value(weights[name])
     return nnx.merge(graphdef, state)
 
 
@@ -87,6 +85,17 @@ def _check_names(stored: dict[str, tuple[int, ...]], targets, path) -> None:
                 file=path / ORBAX_STORE,
                 tensor=name,
             )
+
+
+def _check_values(name: str, value: jax.Array, path) -> None:
+    """The same demands as on safetensors: finite numbers, scales that float32 can hold."""
+    if value.dtype == jnp.uint8:
+        if name.endswith("_scale") and int(jnp.max(value)) > LARGEST_SCALE:
+            raise CheckpointError(
+                f"E8M0 scale bytes above {LARGEST_SCALE}", file=path / ORBAX_STORE, tensor=name
+            )
+    elif not bool(jnp.isfinite(value).all()):
+        raise CheckpointError("values are not all finite", file=path / ORBAX_STORE, tensor=name)
 
 
 def _dotted(key: tuple) -> str:

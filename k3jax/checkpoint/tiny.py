@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from k3jax.checkpoint.folder import UNTRAINED
 from k3jax.checkpoint.mxfp4 import quantize
 from k3jax.config import K3Config
 from k3jax.distributed.sharding import named_sharding
@@ -19,7 +20,6 @@ from k3jax.paths import user_cache
 logger = logging.getLogger(__name__)
 
 TOKENIZER = pathlib.Path(__file__).parent.parent / "assets" / "tiny-tokenizer"
-UNTRAINED = "UNTRAINED"  # a file of this name in a checkpoint folder marks random weights
 _VERSION = 1  # raise when the weights that a seed gives change
 
 

@@ -31,10 +31,10 @@ class SamplingParams:
 
     def __post_init__(self):
         checked: dict[str, Any] = {
-            "max_tokens": _integer("max_tokens", self.max_tokens, low=1),
+            "max_tokens": _integer("max_tokens", self.max_tokens, low=1, high=2**31 - 1),
             "temperature": _real("temperature", self.temperature, low=0.0),
             "top_p": _real("top_p", self.top_p, low=0.0, high=1.0),
-            "top_k": max(0, _integer("top_k", self.top_k, low=-1)),
+            "top_k": max(0, _integer("top_k", self.top_k, low=-1, high=2**31 - 1)),
             "min_p": _real("min_p", self.min_p, low=0.0, high=1.0),
             "seed": None
             if self.seed is None
@@ -110,7 +110,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
         return ()
     if isinstance(value, str | bytes | dict) or not hasattr(value, "__iter__"):
         raise RequestError(f"{field} must be a list of token ids", field=field)
-    return tuple(_integer(field, token_id, low=0) for token_id in value)
+    return tuple(_integer(field, token_id, low=0, high=2**31 - 1) for token_id in value)
 
 
 def show(value: Any) -> str:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from k3jax.config import K3Config
 from k3jax.distributed import collectives
 from k3jax.distributed.sharding import check_divisible, named_sharding, on_mesh, state_specs
-from k3jax.errors import ConfigError
+from k3jax.errors import ConfigError, RequestError
 from k3jax.models.attn_res import AttnRes
 from k3jax.models.cache import Batch, K3Cache
 from k3jax.models.kda import KDA
@@ -164,11 +164,12 @@ class K3Model(nnx.Module):
 
     def __call__(
         self,
-        input_ids: Int[Array | np.ndarray, "B T"],
-        lengths: Int[Array | np.ndarray, " B"] | None = None,
+        input_ids,
+        lengths=None,
         capture: Sequence[str] = (),
     ):
-        """Float32 logits [B, T, vocab] of whole sequences, right-padded where `lengths` says so.
+        """Float32 logits [B, T, vocab] of token ids, int [B, T], right-padded where `lengths` [B]
+        says so. Unusable ids and lengths are a `RequestError`.
 
         With `capture`, (logits, captured): for each name a dictionary by layer (0-based), with
         token axes as [B, T, …]. "block_residuals" [B, T, rows, D] and "final_norm" are single
@@ -176,18 +177,15 @@ class K3Model(nnx.Module):
         "output_attn_res"). "router" holds (expert ids, weights), "kda_state" the KDA memory after
         each sequence. Logits and captures past a row's length mean nothing.
         """
-        input_ids = jnp.asarray(input_ids, jnp.int32)
-        if input_ids.ndim != 2:
-            raise ConfigError(f"input_ids must be [batch, tokens], got shape {input_ids.shape}")
+        capture = (capture,) if isinstance(capture, str) else tuple(capture)
         unknown = set(capture) - set(CAPTURES)
         if unknown:
             raise ConfigError(f"cannot capture {sorted(unknown)}; there are {CAPTURES}")
+        ids, lens = checked_prompts(input_ids, lengths, self.config.vocab_size)
         graphdef, state = nnx.split(self)
-        if lengths is None:
-            lengths = jnp.full((input_ids.shape[0],), input_ids.shape[1], jnp.int32)
-        logits, captured = _forward(
-            graphdef, state, input_ids, jnp.asarray(lengths, jnp.int32), tuple(capture), self.mesh
-        )
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+            raise ConfigError("the model has no weights: use K3Model.init or from_pretrained")
+        logits, captured = _forward(graphdef, state, ids, lens, capture, self.mesh)
         return (logits, captured) if capture else logits
 
     def step(
@@ -233,6 +231,35 @@ class K3Model(nnx.Module):
             for path, variable in nnx.to_flat_state(nnx.state(self, nnx.Param))
             if not path[-1].endswith("_scale")
         )
+
+
+def checked_prompts(input_ids, lengths, vocab_size: int):
+    """Token ids [B, T] and lengths [B] (None: T each) as int32; a `RequestError` names the field.
+
+    Inside a traced function values are not known, and only shapes are checked.
+    """
+    traced = isinstance(input_ids, jax.core.Tracer)
+    try:
+        ids = input_ids if traced else np.asarray(input_ids)
+    except ValueError:
+        raise RequestError(
+            "input_ids must be rectangular: pad and say lengths=", field="input_ids"
+        ) from None
+    if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise RequestError(
+            f"input_ids must be integers [batch, tokens], not empty; got shape {ids.shape}",
+            field="input_ids",
+        )
+    if not traced and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise RequestError(f"input_ids must be in 0..{vocab_size - 1}", field="input_ids")
+    batch, width = ids.shape
+    if isinstance(lengths, jax.core.Tracer):
+        return ids.astype(jnp.int32), lengths.astype(jnp.int32)
+    lens = np.full(batch, width) if lengths is None else np.asarray(lengths)
+    whole = lens.dtype.kind in "iu" and lens.shape == (batch,)
+    if not whole or lens.min() < 1 or lens.max() > width:
+        raise RequestError(f"lengths must be {batch} integers in 1..{width}", field="lengths")
+    return ids.astype(np.int32), lens.astype(np.int32)
 
 
 def _model_dtype(wanted, config: K3Config) -> jnp.dtype:

@@ -46,6 +46,8 @@ class ServerConfig:
     max_waiting: int = 64  # requests that may wait for the one that runs; more are refused by 429
 
     def __post_init__(self):
+        if self.model == "":
+            raise ConfigError("--model is empty: name a checkpoint folder")
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"--port {self.port} is not in 0..65535")
         if self.max_model_len is not None and self.max_model_len < 2:

@@ -32,7 +32,8 @@ def kda_decode(
 
     The cache comes whole with a layer index and is returned with the rows of `slots` updated.
     slots None means that row b is slot b and every slot takes part. Two rows must not name one
-    slot; padding rows name a slot reserved for them. Steps 2 to 4 are float32 throughout.
+    slot; padding rows name a slot reserved for them. Inside, all is float32; q, k, v after step 1
+    and o before step 4 are rounded to the activations' dtype.
     """
     return dispatch.first_supported(
         implementation,

@@ -220,3 +220,21 @@ def test_a_folder_holds_one_form(model, saved, tmp_path):
     with pytest.raises(CheckpointError, match="already holds model.safetensors"):
         save_orbax(model, tmp_path)
     assert_same_tensors(weights(K3Model.from_pretrained(tmp_path)), weights(model))
+
+
+def test_values_are_checked_as_in_the_published_layout(tmp_path):
+    model = random_model(MICRO)
+    norm = model.norm.weight
+    norm.set_value(norm.get_value().at[3].set(jnp.nan))
+    save_orbax(model, tmp_path / "nan")
+    with pytest.raises(CheckpointError, match="finite") as caught:
+        K3Model.from_pretrained(tmp_path / "nan")
+    assert caught.value.tensor == "norm.weight"
+
+    model = random_model(MICRO)
+    scale = model.layers[1].block_sparse_moe.experts.down_scale
+    scale.set_value(scale.get_value().at[0, 0, 0].set(254))
+    save_orbax(model, tmp_path / "scale")
+    with pytest.raises(CheckpointError, match="scale") as caught:
+        K3Model.from_pretrained(tmp_path / "scale")
+    assert caught.value.tensor == "layers.1.block_sparse_moe.experts.down_scale"

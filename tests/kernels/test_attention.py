@@ -59,7 +59,9 @@ def test_any_split_of_the_keys_merges_to_the_whole(mask, owner):
 
 
 def test_a_part_without_keys_counts_for_nothing():
-    """One part has no key for row 0 and three for row 1, the other two for both; row 2 has none."""
+    """F008: an empty part merges as nothing, two of them as zeros.
+
+    One part has no key for row 0 and three for row 1, the other two for both; row 2 has none."""
     mask = np.zeros((QUERIES, KEYS), bool)
     mask[:2, :2] = True
     mask[1, 2:5] = True
@@ -80,6 +82,7 @@ def test_scores_far_from_zero(shift):
 
 
 def test_gradient_is_finite_with_a_fully_masked_row():
+    """F078: no NaN from the branch not taken."""
     mask = np.ones((QUERIES, KEYS), bool)
     mask[0] = False
     mask[1, 3:] = False

@@ -96,7 +96,7 @@ def test_bfloat16_is_rounded_once():
 
 @pytest.mark.parametrize("zeroed", [None, 0, 8])
 def test_gradients_are_finite_also_at_a_source_of_zeros(zeroed):
-    """Nine sources, one of them maybe zero, where a norm without its eps would divide 0 by 0."""
+    """F078: nine sources, one maybe zero, where a norm without its eps would divide 0 by 0."""
     bank, prefix, query = sources(8)
     if zeroed == 8:
         prefix[:] = 0

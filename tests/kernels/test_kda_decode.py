@@ -88,6 +88,7 @@ def gated_norm(o, gate, weights):
 
 
 def test_errors_stay_bounded_over_many_steps(tokens, weights):
+    """F003: a float32 state does not drift."""
     out, states, _ = decode_all(tokens, weights, empty_cache())
     inputs = float64_inputs(tokens, weights)
     o, history = oracle.kda(*inputs, np.zeros((HEADS, K, V)))

@@ -167,6 +167,7 @@ def test_golden_on_this_device(golden):
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 28, 63, 64, 65, 127, 128, 300])
 @pytest.mark.parametrize("poison", [np.nan, 1e30])
 def test_every_length(inputs, length, poison):
+    """F004: any length, whatever lies behind it."""
     states = random_states()
     own = piece(inputs, 0, length)
     buffers = in_buffer([own], [0], poison)
@@ -180,6 +181,7 @@ def test_every_length(inputs, length, poison):
 
 @pytest.mark.parametrize("has_state", [False, True])
 def test_empty_sequences(inputs, has_state):
+    """F005: an empty sequence keeps its state and disturbs nobody."""
     states = random_states() if has_state else np.zeros((3, HEADS, K, V), np.float32)
     own = piece(inputs, 0, 5)
     o, final, _ = run(in_buffer([own], [0]), states, [0, 0, 5], [0, 5, 0])
@@ -259,6 +261,7 @@ def test_a_split_on_the_chunk_grid_is_bitwise_no_split(inputs, cuts):
 @pytest.mark.parametrize("with_phase", [False, True])
 @pytest.mark.parametrize("cuts", [[1], [100], [63, 129], [32, 64, 96, 128]], ids=str)
 def test_any_other_split_is_close(inputs, cuts, with_phase):
+    """F009: splits agree also where K and V differ."""
     state = random_states()[0]
     o, final = run_in_pieces(inputs, state, 300, cuts, with_phase=with_phase)
     expected, history = oracle.kda(*piece(inputs, 0, 300), state)
@@ -311,7 +314,9 @@ def check_against_float64(parts, state, limit):
 @pytest.mark.parametrize("length", [64, 65, 128])
 @pytest.mark.parametrize("kept_channels", [0, 1])
 def test_decay_at_its_lower_bound_for_whole_chunks(length, kept_channels):
-    """exp(64 * 5) is far outside float32; one channel that keeps everything sits among them."""
+    """F001: a gate at its bound for whole chunks stays finite and right.
+
+    exp(64 * 5) is far outside float32; one channel that keeps everything sits among them."""
     q = np.zeros((length, HEADS, K), np.float32)
     q[..., 0] = 1
     g = np.full((length, HEADS, K), -5.0, np.float32)

@@ -80,6 +80,7 @@ def logits_of(scores):
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 2.5])
 def test_the_factor_counts_with_and_without_renormalising(renormalize, factor):
+    """F012: the factor is not nested in the other option."""
     logits = logits_of([[0.5, 0.1, 0.25, 0.2]])
     ids, weights = route(
         logits, np.zeros(4, np.float32), top_k=2, renormalize=renormalize, scaling_factor=factor

@@ -42,6 +42,7 @@ def relative_error(got, reference) -> float:
 
 def within(limit: float, **pairs) -> None:
     """Asserts every named (got, reference) pair and names all that fail."""
+    assert pairs, "nothing was compared"
     errors = {name: relative_error(*pair) for name, pair in pairs.items()}
     wrong = {name: f"{error:.1e}" for name, error in errors.items() if not error <= limit}
     assert not wrong, f"above {limit:.0e}: {wrong}"

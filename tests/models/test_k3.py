@@ -17,8 +17,10 @@ from k3jax.checkpoint.tiny import random_model
 from k3jax.distributed.mesh import make_mesh
 from k3jax.distributed.sharding import RULES
 from k3jax.engine.sampling import SamplingArrays
-from k3jax.errors import ConfigError
+from k3jax.errors import ConfigError, RequestError
+from k3jax.models.cache import Batch, Checkpoints, allocate_cache
 from k3jax.models.k3 import CAPTURES
+from pallas_kernels.common.segments import Segments
 from tests.micro import MICRO, MICRO_KIMI_LINEAR
 from tests.models.comparison import LENGTHS, Comparison, compare
 from tests.models.golden_runs import GOLDEN, LIMIT, run, within
@@ -466,3 +468,63 @@ def test_float16_checkpoints_are_held_in_float32():
     assert K3Model(config, dtype="bfloat16").dtype == jnp.bfloat16
     with pytest.raises(ConfigError, match="float16"):
         K3Model(config, dtype="float16")
+
+
+BAD_CALLS = {
+    "negative": ([[1, -1, 3]], None, "input_ids"),
+    "too_large": ([[1, 64, 3]], None, "input_ids"),
+    "floats": ([[1.5, 2.0]], None, "input_ids"),
+    "booleans": ([[True, False]], None, "input_ids"),
+    "empty": ([[]], None, "input_ids"),
+    "flat": ([1, 2], None, "input_ids"),
+    "ragged": ([[1, 2], [3]], None, "input_ids"),
+    "length_0": ([[1, 2, 3]], [0], "lengths"),
+    "length_too_long": ([[1, 2, 3]], [4], "lengths"),
+    "length_of_a_half": ([[1, 2, 3]], [1.5], "lengths"),
+    "lengths_of_others": ([[1, 2, 3]], [1, 2], "lengths"),
+}
+
+
+@pytest.mark.parametrize("call", [K3Model.__call__, generate], ids=["model", "generate"])
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_refused_prompts(case, call):
+    ids, lengths, field = BAD_CALLS[case]
+    options = {"max_new_tokens": 2} if call is generate else {}
+    with pytest.raises(RequestError) as caught:
+        call(random_model(MICRO), ids, lengths=lengths, **options)
+    assert caught.value.field == field
+
+
+def test_a_model_without_weights_says_so():
+    with pytest.raises(ConfigError, match="no weights"):
+        K3Model(MICRO)([[1, 2]])
+
+
+def test_checkpoints_inside_a_prefill():
+    """Snapshots on the way equal the memory of a prefill that ends there, and split nothing."""
+    model = random_model(MICRO)
+    tokens = np.random.default_rng(0).integers(0, MICRO.vocab_size, 150).astype(np.int32)
+    table = jnp.arange(3, dtype=jnp.int32)[None]
+
+    def run(length, checkpoints=None):
+        cache = allocate_cache(MICRO, num_slots=4, num_pages=3, page_size=64, dtype=jnp.float32)
+        lens = jnp.asarray([length], jnp.int32)
+        batch = Batch(
+            Segments.rectangle(1, 150, lens),
+            slots=jnp.asarray([1], jnp.int32),
+            page_table=table,
+            checkpoints=checkpoints,
+        )
+        return jax.jit(lambda batch, cache: model.step(jnp.asarray(tokens), batch, cache)[1])(
+            batch, cache
+        ).kda
+
+    wanted = Checkpoints(*(jnp.asarray(x, jnp.int32) for x in ((0, 0), (64, 128), (2, 3))))
+    taken, plain = run(150, wanted), run(150)
+    for field in dataclasses.fields(taken):
+        pool = getattr(taken, field.name)
+        np.testing.assert_array_equal(pool[:, 1], getattr(plain, field.name)[:, 1])
+        for slot, length in ((2, 64), (3, 128)):
+            np.testing.assert_allclose(
+                pool[:, slot], getattr(run(length), field.name)[:, 1], rtol=1e-6, atol=1e-6
+            )
