@@ -114,7 +114,6 @@ class Snapshots:
             return None
         node = self.index.at(sequence.request.chain, checkpoint.position)
         if node is not None and node.slot is not None:
-            self.slots.touch(node.slot)
             self._skip(sequence, checkpoint, "stored already")
             self.pin(sequence, node, checkpoint.position)
             return None

@@ -477,6 +477,19 @@ def test_what_a_bad_row_resumed_from_is_suspect():
     assert engine.serve(document(1, 21)) == 20
 
 
+def test_a_copied_page_is_suspect_as_well():
+    """C-13: the hit ended inside a page, of which the request holds a copy only."""
+    engine = Engine(settings(page_size=8, match_unit=2, kda_chunk=2))
+    engine.serve(document(1, 7))
+    client = engine.new(document(1, 7) + document(2, 5))
+    engine.manager.begin_step()
+    assert engine.admit(client).num_cached_tokens == 6
+    engine.extend(client, 6)
+    engine.dispatch()
+    engine.settle(not_finite=[client.request.request_id])
+    assert not engine.manager.index.nodes and engine.serve(document(1, 7)) == 0
+
+
 def test_a_row_that_went_bad_later_harms_only_itself():
     """C-13: what it read was proven by its first finite step."""
     engine = Engine(settings())
@@ -601,6 +614,26 @@ def test_the_head_of_a_finished_request_survives_longest():
     engine.manager.evict(num_pages=9)
     assert engine.stored(document(1, 21)) == [4, 8]
     engine.check()
+
+
+def test_shared_heads_stay_as_long_as_what_needs_them():
+    """C-15: two requests computed one head; the second went on behind the first one's pages."""
+    engine = Engine(settings())
+    first, second = (engine.new(document(1, 9)) for _ in range(2))
+    engine.manager.begin_step()
+    for client in (first, second):
+        engine.admit(client, wait=False)
+        engine.extend(client, 9)
+    engine.dispatch()
+    engine.settle()
+    engine.finish(first)
+    for _ in range(12):
+        engine.run(second, 1, Pass.DECODE)
+    tokens = list(second.request.chain.tokens)
+    engine.finish(second)
+    assert engine.hit(tokens).attention_tokens == 20
+    engine.manager.evict(num_pages=engine.manager.usage()["pages"].free + 1)
+    assert engine.hit(tokens).attention_tokens == 16
 
 
 def test_preemption_resumes_where_it_was():

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from k3jax.cache import CacheSettings
 from k3jax.cache.simulation import Simulation, random_operation
+from scripts import fuzz_cache
 
 SIZES = [(4, 4, 4), (4, 2, 4), (8, 2, 4), (2, 4, 4), (4, 8, 2), (8, 4, 8), (3, 3, 2)]
 SEEDS = st.integers(0, 2**32 - 1)
@@ -163,6 +164,13 @@ def test_verbs_in_any_order():
 
 def test_mixed_traffic():
     run_mixed_traces(300)
+
+
+def test_the_fuzzer_runs(capsys):
+    flags = fuzz_cache.Flags(operations=2000, growth_limit=1.0)  # too short to judge memory by
+    assert fuzz_cache.fuzz(flags)
+    printed = capsys.readouterr().out
+    assert "operations" in printed and "MiB" in printed and "hit tokens" in printed
 
 
 @pytest.mark.slow
