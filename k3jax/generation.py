@@ -93,10 +93,10 @@ def generate(
     sampling = SamplingArrays.pack(each)
     stops = _pack_stops([{*more_stops, *p.stop_token_ids} for p in each])
 
-    graphdef, state = nnx.split(model)
+    graphdef, state = model.split()
     cache = new_cache(model, batch, width + max_new_tokens)
     left = jnp.full((batch,), max_new_tokens, jnp.int32)
-    padded = np.pad(input_ids.astype(np.int32), ((0, 0), (0, -width % chunk)))
+    padded = np.pad(input_ids, ((0, 0), (0, -width % chunk)))
     firsts, rows = [], []
     for start in range(0, width, chunk):
         piece = padded[:, start : start + chunk]
@@ -313,7 +313,7 @@ class Generator:
             )
         self.vocab_size = model.config.vocab_size
         self._model = model
-        self._graphdef, self._state = nnx.split(model)
+        self._graphdef, self._state = model.split()
         self._cache: K3Cache | None = None
         self._compile()
 

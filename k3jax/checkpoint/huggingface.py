@@ -1,5 +1,6 @@
 """The published layout, a Hugging Face folder: strict loading into place, and saving."""
 
+import functools
 import logging
 
 import jax
@@ -62,9 +63,17 @@ def save_huggingface(model: K3Model, path, *, max_shard_bytes: int = 5_000_000_0
     shapes = {key: variable.get_value().shape for key, variable in state.items()}
     plan = names.sources(config, shapes, names.published_prefix(config))
 
+    @functools.lru_cache(maxsize=1)  # the tensors of a parameter follow each other
+    def on_host(key) -> np.ndarray:
+        array = np.asarray(state[key].get_value())
+        if key[-1] == "k_up":
+            other = np.asarray(state[(*key[:-1], "v_up")].get_value())
+            array = np.concatenate([array, other], axis=1)
+        return array
+
     def tensors():
         for key, source in plan.items():
-            yield from source.write(_host_value(state, key), state[key].get_value().dtype)
+            yield from source.write(functools.partial(on_host, key), state[key].get_value().dtype)
 
     with saving(path, config.to_dict(), [ORBAX_STORE]) as folder:
         write_checkpoint(folder, tensors(), max_shard_bytes=max_shard_bytes)
@@ -76,7 +85,8 @@ def _plan(folder: SafetensorsFolder, config: K3Config):
     prefix = names.text_prefix(folder.names)
     _, state = nnx.split(K3Model(config))
     shapes = {key: variable.get_value().shape for key, variable in nnx.to_flat_state(state)}
-    plan = names.sources(config, shapes, prefix, names.top_prefix(folder.names, prefix))
+    top = names.top_prefix(folder.names, prefix)
+    plan = names.sources(config, shapes, prefix, top)
     consumed: set[str] = set()
     for source in plan.values():
         source.check(folder)
@@ -84,7 +94,7 @@ def _plan(folder: SafetensorsFolder, config: K3Config):
     left = [name for name in folder.names if name not in consumed]
     head = names.lm_head(prefix)
     if config.tie_word_embeddings and head in left:
-        _check_tied(folder, head, f"{prefix}embed_tokens.weight")
+        _check_tied(folder, head, f"{top}embed_tokens.weight")
         left.remove(head)
     unknown = [name for name in left if not names.skipped(config, name)]
     if unknown:
@@ -128,19 +138,3 @@ def _place(folder: SafetensorsFolder, source: names.Source, aval, sharding) -> j
 
     array = jax.make_array_from_callback(aval.shape, sharding, part)
     return array.block_until_ready()  # or the host would hold many parameters at once
-
-
-def _host_value(state, key):
-    """A function that fetches a parameter once, and k_up together with v_up."""
-    fetched: list[np.ndarray] = []
-
-    def value() -> np.ndarray:
-        if not fetched:
-            array = np.asarray(state[key].get_value())
-            if key[-1] == "k_up":
-                other = np.asarray(state[(*key[:-1], "v_up")].get_value())
-                array = np.concatenate([array, other], axis=1)
-            fetched.append(array)
-        return fetched[0]
-
-    return value

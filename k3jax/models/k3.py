@@ -182,11 +182,16 @@ class K3Model(nnx.Module):
         if unknown:
             raise ConfigError(f"cannot capture {sorted(unknown)}; there are {CAPTURES}")
         ids, lens = checked_prompts(input_ids, lengths, self.config.vocab_size)
+        graphdef, state = self.split()
+        logits, captured = _forward(graphdef, state, ids, lens, capture, self.mesh)
+        return (logits, captured) if capture else logits
+
+    def split(self) -> tuple[nnx.GraphDef, nnx.State]:
+        """Graph definition and weights, as step programs take them; refuses one without values."""
         graphdef, state = nnx.split(self)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
             raise ConfigError("the model has no weights: use K3Model.init or from_pretrained")
-        logits, captured = _forward(graphdef, state, ids, lens, capture, self.mesh)
-        return (logits, captured) if capture else logits
+        return graphdef, state
 
     def step(
         self,

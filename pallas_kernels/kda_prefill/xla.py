@@ -68,7 +68,7 @@ def _decayed_scores(rows, columns, G):
     is_causal = _lead(index[:1, :, None] >= index[:1, None, :], G)
     distance = decay[..., :, None, :] - decay[..., None, :, :]
     near = jnp.exp(jnp.where(is_causal[..., None], distance, -jnp.inf))
-    near = near * columns.reshape(*blocks, 1, channels).swapaxes(-2, -3)
+    near = near * columns.reshape(*blocks, channels)[..., None, :, :]
     own_block = _lead(jnp.eye(size // BLOCK, dtype=bool)[:, None, :, None], G)
 
     def scores(x):

@@ -496,8 +496,9 @@ def test_refused_prompts(case, call):
 
 
 def test_a_model_without_weights_says_so():
-    with pytest.raises(ConfigError, match="no weights"):
-        K3Model(MICRO)([[1, 2]])
+    for call in (K3Model.__call__, functools.partial(generate, max_new_tokens=1)):
+        with pytest.raises(ConfigError, match="no weights"):
+            call(K3Model(MICRO), [[1, 2]])
 
 
 def test_checkpoints_inside_a_prefill():
