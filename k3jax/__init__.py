@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from k3jax.config import K3Config as K3Config
+    from k3jax.engine.async_engine import AsyncEngine as AsyncEngine
+    from k3jax.engine.llm import LLM as LLM
     from k3jax.engine.request import SamplingParams as SamplingParams
     from k3jax.generation import generate as generate
     from k3jax.models.k3 import K3Model as K3Model
@@ -16,12 +18,24 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "LLM": "k3jax.engine.llm",
+    "AsyncEngine": "k3jax.engine.async_engine",
     "K3Config": "k3jax.config",
     "K3Model": "k3jax.models.k3",
     "SamplingParams": "k3jax.engine.request",
     "generate": "k3jax.generation",
 }
-__all__ = ["K3Config", "K3Model", "SamplingParams", "__version__", "chat", "errors", "generate"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "K3Config",
+    "K3Model",
+    "SamplingParams",
+    "__version__",
+    "chat",
+    "errors",
+    "generate",
+]
 
 
 def __getattr__(name: str):

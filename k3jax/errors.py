@@ -38,3 +38,11 @@ class RequestError(K3Error):
     def __init__(self, message: str, *, field: str | None = None):
         self.field = field
         super().__init__(message)
+
+
+class EngineError(K3Error):
+    """The engine itself failed: a device error that repeats, or a broken invariant."""
+
+
+class EngineClosedError(EngineError):
+    """The engine takes no more requests, or gave this one up, because it is shutting down."""

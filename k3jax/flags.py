@@ -1,14 +1,17 @@
 """Command-line flags from a dataclass: the comment after a field is its help."""
 
 import argparse
+import ast
 import dataclasses
 import difflib
 import inspect
-import re
+import io
 import sys
+import textwrap
+import tokenize
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from k3jax.errors import K3Error
@@ -17,23 +20,36 @@ T = TypeVar("T")
 
 
 def parse_flags(
-    flags: type[T], argv: Sequence[str] | None = None, *, positional: str | None = None
+    flags: type[T],
+    argv: Sequence[str] | None = None,
+    *,
+    positional: str | None = None,
+    refused: Mapping[str, str] | None = None,
 ) -> T:
     """An instance of the dataclass `flags` from the command line.
 
     A field `max_model_len` is the flag `--max-model-len`. `bool` fields also get `--no-...`, fields
-    of type `tuple[X, ...]` take several values, `X | None` is an X that may be left out.
+    of type `tuple[X, ...]` take several values, `X | None` is an X that may be left out. The
+    metadata "short" of a field is another name, such as `-tp`.
     positional: the field that may also be given without its flag.
+    refused: flags that people know from elsewhere, and why there are none.
     """
     parser = _Parser(description=inspect.getdoc(flags), allow_abbrev=False)
+    parser.refused = refused or {}
     comments = _field_comments(flags)
     hints = typing.get_type_hints(flags)
-    for field in dataclasses.fields(flags):  # type: ignore[arg-type]
+    groups: dict[type, Any] = {flags: parser}  # its own flags first, then those of its bases
+    for owner, field in _fields_by_class(flags):
+        if owner not in groups:
+            title = (inspect.getdoc(owner) or owner.__name__).partition("\n")[0]
+            groups[owner] = parser.add_argument_group(title.rstrip("."))
         text = comments.get(field.name, "").replace("%", "%%")
         if field.default not in (None, (), dataclasses.MISSING):
             text += f" (default: {field.default})"
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
+        groups[owner].add_argument(
+            *filter(None, [field.metadata.get("short")]),
+            flag(field.name),
+            dest=field.name,
             default=argparse.SUPPRESS,
             required=field.default is dataclasses.MISSING and field.name != positional,
             help=text,
@@ -45,7 +61,7 @@ def parse_flags(
             metavar=positional,
             nargs="?",
             type=_argument(hints[positional])["type"],
-            help=f"the same as --{positional.replace('_', '-')}",
+            help=f"the same as {flag(positional)}",
         )
     values = vars(parser.parse_args(argv))
     given = values.pop("_positional", None)
@@ -60,13 +76,24 @@ def parse_flags(
     return flags(**values)
 
 
+def flag(name: str) -> str:
+    """The command line's spelling of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
 class _Parser(argparse.ArgumentParser):
+    refused: Mapping[str, str]
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
+            spelled = name.replace("_", "-")
+            for known_elsewhere in (spelled, spelled.replace("--no-", "--", 1)):
+                if reason := self.refused.get(known_elsewhere):
+                    self.error(f"{name}: {reason}")
             flags = [flag for action in self._actions for flag in action.option_strings]
-            near = difflib.get_close_matches(name.replace("_", "-"), flags, n=1)
+            near = difflib.get_close_matches(spelled, flags, n=1)
             meant = f", did you mean {near[0]}?" if near else ""
             kind = "unknown flag" if name.startswith("-") else "unexpected argument"
             self.error(f"{kind} {name}{meant or ' (see --help)'}")
@@ -96,18 +123,42 @@ class _Tuple(argparse.Action):
         setattr(namespace, self.dest, tuple(values))
 
 
+def _fields_by_class(flags: type) -> list[tuple[type, dataclasses.Field]]:
+    """Fields and the classes that define them, a class before its bases."""
+    fields = {field.name: field for field in dataclasses.fields(flags)}
+    return [
+        (owner, fields.pop(name))
+        for owner in flags.__mro__
+        for name in inspect.get_annotations(owner)
+        if name in fields
+    ]
+
+
 def _field_comments(flags: type) -> dict[str, str]:
-    """The comment behind each field, and the comment lines that continue it."""
+    """The comments in and behind each field, and the comment lines that continue them."""
     comments: dict[str, str] = {}
-    name = None
-    for line in inspect.getsource(flags).splitlines():
-        if match := re.match(r"    (\w+)\s*:[^#]*(?:#\s*(.*))?$", line):
-            name = match[1]
-            comments[name] = match[2] or ""
-        elif name and (match := re.match(r"    \s*#\s*(.*)$", line)):
-            comments[name] += f" {match[1]}"
-        else:
-            name = None
+    for owner in reversed(flags.__mro__):
+        if dataclasses.is_dataclass(owner):
+            comments |= _own_comments(textwrap.dedent(inspect.getsource(owner)))
+    return comments
+
+
+def _own_comments(source: str) -> dict[str, str]:
+    found = [
+        token
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    texts = {token.start[0]: token.string.lstrip("# ") for token in found}
+    alone = {token.start[0] for token in found if token.line.lstrip().startswith("#")}
+    comments = {}
+    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            end = node.end_lineno or node.lineno
+            while end + 1 in alone:
+                end += 1
+            own = (texts.get(number) for number in range(node.lineno, end + 1))
+            comments[node.target.id] = " ".join(filter(None, own))
     return comments
 
 

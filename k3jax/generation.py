@@ -1,13 +1,13 @@
 """The plain generation loop: prefill, then a jitted decode loop over a donated cache.
 
 It runs one fixed batch and has no scheduler, so it is short enough to be trusted: it is the oracle
-that faster engines are compared with, and it serves one request at a time.
+that the engine is compared with.
 """
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import secrets
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -19,16 +19,30 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.distributed.sharding import on_mesh, state_specs
 from k3jax.engine.request import SamplingParams
-from k3jax.engine.sampling import SamplingArrays, sample
+from k3jax.engine.sampling import (
+    RowRequest,
+    SamplingState,
+    needs_wide_row,
+    observe,
+    pack_rows,
+    sample,
+    wide_row,
+)
 from k3jax.errors import RequestError
-from k3jax.models.cache import Batch, K3Cache, allocate_cache, cache_specs
+from k3jax.models.cache import (
+    Batch,
+    DecodeRows,
+    K3Cache,
+    PrefillRows,
+    allocate_cache,
+    cache_specs,
+)
 from k3jax.models.k3 import K3Model, checked_prompts
 from pallas_kernels.common.segments import Segments
 
 PAGE_SIZE = 64
-# Shapes are rounded up to these, so that a similar call meets a compiled program.
+# Rounded up to this, so that a similar call meets a compiled program.
 STEP_BUCKET = 16
-STOP_BUCKET = 8
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -45,12 +59,16 @@ class GenerateOutput:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Progress:
-    """Where each of B sequences stands. The last token is chosen but not yet in the cache."""
+    """Where each of B sequences stands.
+
+    The last token is chosen, but not yet in the cache nor in the sampler's counts.
+    """
 
     cache: K3Cache
     last: Int[Array, " B"]
     lens: Int[Array, " B"]  # tokens in the cache
     left: Int[Array, " B"]  # tokens still wanted; 0 when a sequence is done
+    sampling: SamplingState  # row b is sequence b's
 
 
 def generate(
@@ -67,8 +85,9 @@ def generate(
     """Continues a batch of prompts, int [B, T], right-padded where `lengths` [B] says so.
 
     params: one for all sequences or one for each; `max_new_tokens` takes the place of their
-    `max_tokens`, stop tokens add to `stop_token_ids`, and stop strings, which need a tokenizer, are
-    refused. prefill_chunk: feed the prompts in pieces of that many tokens, by one program.
+    `max_tokens`, and stop tokens add to `stop_token_ids`. Several outputs, logprobs, and what needs
+    a tokenizer are refused. prefill_chunk: feed the prompts in pieces of that many tokens, by one
+    program.
     """
     input_ids, lengths = checked_prompts(input_ids, lengths, model.config.vocab_size)
     batch, width = input_ids.shape
@@ -90,8 +109,8 @@ def generate(
     more_stops = SamplingParams(stop_token_ids=stop_token_ids).stop_token_ids  # type: ignore[arg-type]
     if any(p.stop for p in each):
         raise RequestError("stop strings need a tokenizer; use stop_token_ids", field="stop")
-    sampling = SamplingArrays.pack(each)
-    stops = _pack_stops([{*more_stops, *p.stop_token_ids} for p in each])
+    prompts = [ids[:length] for ids, length in zip(input_ids, lengths, strict=True)]
+    sampling = sampling_state(each, prompts, model.config.vocab_size, more_stops)
 
     graphdef, state = model.split()
     cache = new_cache(model, batch, width + max_new_tokens)
@@ -103,7 +122,7 @@ def generate(
         context = None if chunk == width else np.minimum(lengths, start).astype(np.int32)
         new = np.clip(lengths - start, 0, chunk).astype(np.int32)
         progress, row = prefill(
-            graphdef, state, cache, piece, new, context, left, sampling, stops, model.mesh
+            graphdef, state, cache, piece, new, context, left, sampling, model.mesh
         )
         cache = progress.cache
         firsts.append((new > 0, progress))
@@ -115,8 +134,6 @@ def generate(
         graphdef,
         state,
         progress,
-        sampling,
-        stops,
         jnp.int32(max_new_tokens - 1),
         capacity=-(-max_new_tokens // STEP_BUCKET) * STEP_BUCKET,
         keep_logits=return_logits,
@@ -171,23 +188,41 @@ def _latest(firsts, rows):
             jnp.where(mask, later.last, progress.last),
             later.lens,
             jnp.where(mask, later.left, progress.left),
+            later.sampling,
         )
         row = jnp.where(mask[:, None], later_row, row)
     return progress, row
 
 
-def _pack_stops(each: Sequence[set[int]], width: int = STOP_BUCKET) -> np.ndarray:
-    """Stop tokens of each sequence, int32 [B, a multiple of `width`], filled up with -1."""
-    most = max(1, *map(len, each))
-    stops = np.full((len(each), -(-most // width) * width), -1, np.int32)
-    for row, ids in zip(stops, each, strict=True):
-        row[: len(ids)] = sorted(ids)
-    return stops
+def sampling_state(
+    each: Sequence[SamplingParams],
+    prompts: Sequence[np.ndarray],
+    vocab_size: int,
+    stop_token_ids: Collection[int] = (),
+) -> SamplingState:
+    """The sampler's tables for these prompts, in NumPy; a request without a seed gets a random one.
+
+    Refuses what needs more than one sequence of tokens for each prompt.
+    """
+    counts = np.zeros((len(each), vocab_size), np.uint16)
+    bias = np.zeros((len(each), vocab_size), np.float32)
+    requests = []
+    neutral = {"n": 1, "logprobs": None, "prompt_logprobs": None, "bad_words": ()}
+    for row, (params, prompt) in enumerate(zip(each, prompts, strict=True)):
+        for field, value in neutral.items():
+            if getattr(params, field) != value:
+                raise RequestError(f"{field} is not supported without an engine", field=field)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        stops = {*stop_token_ids, *params.stop_token_ids}
+        requests.append(RowRequest(params, seed, len(prompt), sorted(stops)))
+        if needs_wide_row(params):
+            counts[row], bias[row] = wide_row(params, prompt, (), (), vocab_size)
+    return SamplingState(pack_rows(requests), counts, bias)
 
 
 def _page_table(cache: K3Cache, batch: int) -> Int[Array, "B max_pages"]:
     """Sequence b owns the b-th run of pages."""
-    return jnp.arange(cache.mla.shape[1], dtype=jnp.int32).reshape(batch, -1)
+    return jnp.arange(cache.mla.pool.shape[1], dtype=jnp.int32).reshape(batch, -1)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "mesh"), donate_argnames="cache")
@@ -199,8 +234,7 @@ def prefill(
     lens: Int[Array, " B"],
     context_lens: Int[Array, " B"] | None,
     left: Int[Array, " B"],
-    sampling: SamplingArrays,
-    stops: Int[Array, "B S"],
+    sampling: SamplingState,
     mesh: jax.sharding.Mesh | None,
 ) -> tuple[Progress, Float[Array, "B V"]]:
     """Takes in the first `lens[b]` of each row's tokens and chooses the next token.
@@ -209,23 +243,23 @@ def prefill(
     """
     count, width = tokens.shape
 
-    def run(state, cache, tokens, lens, context_lens, left, sampling, stops):
+    def run(state, cache, tokens, lens, context_lens, left, sampling):
         model = nnx.merge(graphdef, state)
         segments = Segments.rectangle(count, width, lens)
-        batch = Batch(segments, context_lens, None, _page_table(cache, count))
-        hidden, cache = model.step(tokens.reshape(-1), batch, cache)
+        rows = PrefillRows(segments, context_lens, None, _page_table(cache, count))
+        hidden, cache = model.step(tokens.reshape(-1), Batch(prefill=rows), cache)
         logits = model.logits(hidden[segments.starts + jnp.maximum(lens - 1, 0)])
         total = lens if context_lens is None else context_lens + lens
-        token = sample(logits, sampling, total)
-        return Progress(cache, token, total, _left(left, token, stops)), logits
+        token = sample(logits, sampling, jnp.arange(count, dtype=jnp.int32), total).token
+        return Progress(cache, token, total, _left(left, token, sampling), sampling), logits
 
     plain, specs = PartitionSpec(), cache_specs()
     return on_mesh(
         mesh,
         run,
-        (state_specs(state), specs, plain, plain, plain, plain, plain, plain),
-        (Progress(specs, plain, plain, plain), plain),
-    )(state, cache, tokens, lens, context_lens, left, sampling, stops)
+        (state_specs(state), specs, plain, plain, plain, plain, plain),
+        (Progress(specs, plain, plain, plain, plain), plain),
+    )(state, cache, tokens, lens, context_lens, left, sampling)
 
 
 @functools.partial(
@@ -237,8 +271,6 @@ def decode(
     graphdef,
     state,
     progress: Progress,
-    sampling: SamplingArrays,
-    stops: Int[Array, "B S"],
     num_steps: Int[Array, ""],
     *,
     capacity: int,
@@ -249,7 +281,7 @@ def decode(
     count = progress.last.shape[0]
     rows = jnp.arange(count, dtype=jnp.int32)
 
-    def run(state, progress, sampling, stops, num_steps):
+    def run(state, progress, num_steps):
         model = nnx.merge(graphdef, state)
         page_table = _page_table(progress.cache, count)
         out = jnp.full((count, capacity), -1, jnp.int32)
@@ -260,17 +292,17 @@ def decode(
         def body(carry):
             i, progress, out, kept = carry
             active = progress.left > 0
-            segments = Segments(rows, active.astype(jnp.int32))
-            batch = Batch(segments, progress.lens, None, page_table, is_decode=True)
+            batch = Batch(DecodeRows(progress.lens, active, page_table))
             hidden, cache = model.step(progress.last, batch, progress.cache)
             logits = model.logits(hidden)
             lens = progress.lens + active.astype(jnp.int32)
-            token = sample(logits, sampling, lens)
+            sampling = observe(progress.sampling, rows, progress.last, active)
+            token = sample(logits, sampling, rows, lens).token
             out = out.at[:, i].set(jnp.where(active, token, -1))
             if keep_logits:
                 kept = kept.at[:, i].set(logits)
-            left = jnp.where(active, _left(progress.left, token, stops), 0)
-            return i + 1, Progress(cache, token, lens, left), out, kept
+            left = jnp.where(active, _left(progress.left, token, sampling), 0)
+            return i + 1, Progress(cache, token, lens, left, sampling), out, kept
 
         def going(carry):
             return (carry[0] < num_steps) & jnp.any(carry[1].left > 0)
@@ -280,133 +312,13 @@ def decode(
         return progress, out, kept
 
     plain, specs = PartitionSpec(), cache_specs()
-    whole = Progress(specs, plain, plain, plain)
-    return on_mesh(
-        mesh, run, (state_specs(state), whole, plain, plain, plain), (whole, plain, plain)
-    )(state, progress, sampling, stops, num_steps)
+    whole = Progress(specs, plain, plain, plain, plain)
+    return on_mesh(mesh, run, (state_specs(state), whole, plain), (whole, plain, plain))(
+        state, progress, num_steps
+    )
 
 
-def _left(left, token, stops):
+def _left(left, token, sampling: SamplingState):
     """Tokens still wanted after `token`; none after a stop token."""
-    is_stop = jnp.any(token[:, None] == stops, axis=1)
+    is_stop = jnp.any(token[:, None] == sampling.rows.stop_ids, axis=1)
     return jnp.where(is_stop, 0, left - 1)
-
-
-class Generator:
-    """One request at a time on a model whose programs are compiled ahead.
-
-    Prompts go in by chunks of a fixed size, tokens come out a few per dispatch, so two compiled
-    programs serve every prompt and every length.
-    """
-
-    CHUNK = 256
-    STEPS = 8
-    MAX_STOPS = 128
-
-    def __init__(self, model: K3Model, *, max_model_len: int | None = None):
-        limit = model.config.max_position_embeddings
-        self.max_model_len = min(limit, 8192) if max_model_len is None else max_model_len
-        if not 2 <= self.max_model_len <= limit:
-            raise RequestError(
-                f"max_model_len={max_model_len} must be in 2..{limit} (max_position_embeddings)",
-                field="max_model_len",
-            )
-        self.vocab_size = model.config.vocab_size
-        self._model = model
-        self._graphdef, self._state = model.split()
-        self._cache: K3Cache | None = None
-        self._compile()
-
-    @classmethod
-    def from_pretrained(
-        cls, path, *, dtype=None, max_model_len: int | None = None, mesh=None
-    ) -> "Generator":
-        """Loads a checkpoint and compiles both programs."""
-        model = K3Model.from_pretrained(path, dtype=dtype, mesh=mesh)
-        return cls(model, max_model_len=max_model_len)
-
-    def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, stop_token_ids=frozenset()
-    ) -> Iterator[list[int]]:
-        """New token ids in non-empty lists, a stop token included; close the iterator to cancel.
-
-        Stop tokens of `params` count too; stop strings are the caller's business.
-        """
-        prompt = np.asarray(prompt_ids)
-        if prompt.ndim != 1 or prompt.size == 0:
-            raise RequestError("the prompt is empty", field="prompt")
-        if prompt.dtype.kind not in "iu":
-            raise RequestError("the prompt must be token ids", field="prompt")
-        if prompt.min() < 0 or prompt.max() >= self.vocab_size:
-            raise RequestError(f"token ids must be in 0..{self.vocab_size - 1}", field="prompt")
-        if prompt.size + params.max_tokens > self.max_model_len:
-            raise RequestError(
-                f"{prompt.size} prompt tokens and max_tokens={params.max_tokens} exceed the "
-                f"{self.max_model_len} tokens of max_model_len",
-                field="max_tokens",
-            )
-        stops = {*stop_token_ids, *params.stop_token_ids}
-        if len(stops) > self.MAX_STOPS:
-            raise RequestError(f"at most {self.MAX_STOPS} stop tokens", field="stop_token_ids")
-        return self._stream(prompt, params, _pack_stops([stops], self.MAX_STOPS))
-
-    def _stream(self, prompt, params: SamplingParams, stops) -> Iterator[list[int]]:
-        sampling = SamplingArrays.pack([params])
-        left = np.asarray([params.max_tokens], np.int32)
-        cache, self._cache = self._cache, None  # donated: gone if a step fails
-        if cache is None:
-            cache = self._new_cache()
-        for start in range(0, prompt.size, self.CHUNK):
-            piece = prompt[start : start + self.CHUNK]
-            tokens = np.zeros((1, self.CHUNK), np.int32)
-            tokens[0, : piece.size] = piece
-            lens, context = (np.asarray([n], np.int32) for n in (piece.size, start))
-            progress, _ = self._prefill(
-                self._state, cache, tokens, lens, context, left, sampling, stops
-            )
-            cache = progress.cache
-        try:
-            yield [int(progress.last[0])]
-            while int(progress.left[0]) > 0:
-                progress, out, _ = self._decode(
-                    self._state, progress, sampling, stops, np.int32(self.STEPS)
-                )
-                yield [int(token) for token in np.asarray(out)[0] if token >= 0]
-        except GeneratorExit:  # closed by the caller; the cache is whole
-            self._cache = progress.cache
-            raise
-        self._cache = progress.cache
-
-    def _new_cache(self) -> K3Cache:
-        return new_cache(self._model, 1, self.max_model_len)
-
-    def _compile(self) -> None:
-        """Both programs at once: compilation releases the interpreter lock."""
-        cache = self._new_cache()
-        one = np.zeros(1, np.int32)
-        sampling = SamplingArrays.pack([GREEDY])
-        stops = _pack_stops([set()], self.MAX_STOPS)
-        mesh = self._model.mesh
-        tokens = np.zeros((1, self.CHUNK), np.int32)
-        progress = Progress(cache, *(jnp.asarray(one) for _ in range(3)))
-        lowered = (
-            prefill.lower(
-                self._graphdef, self._state, cache, tokens, one, one, one, sampling, stops, mesh
-            ),
-            decode.lower(
-                self._graphdef,
-                self._state,
-                progress,
-                sampling,
-                stops,
-                np.int32(0),
-                capacity=self.STEPS,
-                mesh=mesh,
-            ),
-        )
-        # On the CPU, LLVM's first level compiles a sixth quicker, and the code is no slower.
-        options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
-        with ThreadPoolExecutor(len(lowered)) as pool:
-            programs = pool.map(lambda program: program.compile(options), lowered)
-            self._prefill, self._decode = programs
-        self._cache = cache

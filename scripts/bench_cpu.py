@@ -7,13 +7,12 @@ Decode is the time of all tokens less that of the first one, which holds the pre
 """
 
 import functools
-import os
 import pathlib
 from dataclasses import dataclass
 
 import numpy as np
 
-from k3jax.benchmarking import report, timed
+from k3jax.benchmarking import PeerModel, report, timed
 from k3jax.errors import ConfigError
 from k3jax.flags import parse_flags, run_script
 
@@ -103,38 +102,6 @@ class OurModel:
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
         return np.asarray(self._model(ids))
-
-
-class PeerModel:
-    """transformers: `generate` with its cache, and one forward pass."""
-
-    def __init__(self, path: str):
-        import torch
-        import transformers
-
-        torch.set_num_threads(os.cpu_count() or 1)
-        transformers.logging.set_verbosity_error()
-        self._torch = torch
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self._model.eval()
-
-    def generate(self, ids: np.ndarray, new_tokens: int) -> np.ndarray:
-        with self._torch.no_grad():
-            out = self._model.generate(
-                self._torch.as_tensor(ids),
-                attention_mask=self._torch.ones(ids.shape, dtype=self._torch.int64),
-                do_sample=False,
-                min_new_tokens=new_tokens,
-                max_new_tokens=new_tokens,
-                eos_token_id=None,
-                pad_token_id=0,
-                use_cache=True,
-            )
-        return out[:, ids.shape[1] :].numpy()
-
-    def logits(self, ids: np.ndarray) -> np.ndarray:
-        with self._torch.no_grad():
-            return self._model(self._torch.as_tensor(ids)).logits.numpy()
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from k3jax import config as config_module
 from k3jax.checkpoint import names
 from k3jax.checkpoint.tiny import random_model
 from k3jax.config import LinearAttentionConfig, QuantizationConfig, VisionConfig
+from k3jax.engine.config import EngineConfig
 from k3jax.errors import CheckpointError, ConfigError, K3Error
-from k3jax.generation import Generator
 from k3jax.models import k3
 from tests.micro import MICRO
 
@@ -580,9 +580,8 @@ def test_initializer_range_scales_new_weights(monkeypatch):
 
 
 def test_max_position_embeddings_limits_generation():
-    model = K3Model(MICRO.replace(max_position_embeddings=100))
     with pytest.raises(K3Error, match="max_position_embeddings"):
-        Generator(model, max_model_len=101)
+        EngineConfig(max_model_len=101).resolve(on_cpu=True, model_limit=100)
 
 
 def test_nextn_layers_are_left_out():

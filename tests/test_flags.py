@@ -1,6 +1,6 @@
 """Flags from a dataclass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
@@ -78,3 +78,46 @@ def test_a_required_field_may_be_positional(capsys):
     with pytest.raises(SystemExit):
         parse_flags(Needs, [], positional="folder")
     assert "folder is required" in capsys.readouterr().err
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """What every program has."""
+
+    wrapped: Literal[
+        "one",
+        "two",
+    ] = "one"  # a value on several lines
+    plain: int | None = None  # inside of parentheses
+    # and behind them
+    bare: int = 3
+
+
+@dataclass(frozen=True)
+class Derived(Base):
+    """A program with more."""
+
+    size: int = field(default=1, metadata={"short": "-sz"})  # has a short name
+
+
+def test_flags_of_a_base(capsys):
+    assert parse_flags(Derived, ["-sz", "2", "--wrapped", "two", "--bare", "4"]) == Derived(
+        2, wrapped="two", bare=4
+    )
+    assert parse_flags(Derived, ["--size=2"]) == Derived(2)
+    with pytest.raises(SystemExit):
+        parse_flags(Derived, ["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "-sz INT, --size INT has a short name (default: 1)" in text
+    assert text.index("--size INT") < text.index("What every program has:")
+    assert "a value on several lines (default: one)" in text
+    assert "inside of parentheses and behind them" in text
+
+
+def test_refused_flags_tell_why(capsys):
+    refused = {"--slow": "it is always fast"}
+    for name in ("--slow", "--no-slow", "--slow=3"):
+        with pytest.raises(SystemExit):
+            parse_flags(Flags, [name], refused=refused)
+        error = capsys.readouterr().err
+        assert error == f"error: {name.partition('=')[0]}: it is always fast\n"

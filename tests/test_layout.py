@@ -42,6 +42,10 @@ HOST_ONLY = [
     "k3jax/paths.py",
     "k3jax/cache",
     "k3jax/chat",
+    "k3jax/engine/async_engine.py",
+    "k3jax/engine/config.py",
+    "k3jax/engine/inputs.py",
+    "k3jax/engine/output.py",
     "k3jax/engine/request.py",
     "k3jax/engine/scheduler.py",
 ]

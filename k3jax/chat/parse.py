@@ -113,6 +113,7 @@ class StreamParser:
     named_tool: the request forced one function by name, so a call ends with reason "stop".
     num_previous_calls: tool calls in the request's history; the ids of new ones count on.
     stop: strings that end the message where they occur in the answer.
+    min_tokens: ids before which stop strings do not count.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class StreamParser:
         named_tool: bool = False,
         num_previous_calls: int = 0,
         stop: Sequence[str] = (),
+        min_tokens: int = 0,
     ):
         self._tokenizer = tokenizer = tokenizer or shipped_tokenizer()
         tokenizer.require_chat()
@@ -158,6 +160,7 @@ class StreamParser:
         self._channel_start = 0  # where in _reasoning the current think channel begins
         self._content: list[str] = []
         self._stops = StopMatcher(stop)
+        self._min_tokens = min_tokens
         self._leading_blank = ""  # white space that is dropped if only calls follow
         self._idle_blank = ""  # white space that is dropped if a channel follows
         self._calls: list[ToolCall] = []
@@ -362,6 +365,9 @@ class StreamParser:
         self._taken = (len(self._reasoning), *self._taken[1:])
 
     def _add_content(self, text: str) -> None:
+        if self._position < self._min_tokens:
+            self._release_content(text)
+            return
         self._release_content(self._stops.feed(text))
         if self._stops.matched is not None:
             self._finish_message()

@@ -18,7 +18,7 @@ from k3jax.distributed import collectives
 from k3jax.distributed.sharding import check_divisible, named_sharding, on_mesh, state_specs
 from k3jax.errors import ConfigError, RequestError
 from k3jax.models.attn_res import AttnRes
-from k3jax.models.cache import Batch, K3Cache
+from k3jax.models.cache import Batch, K3Cache, PrefillRows
 from k3jax.models.kda import KDA
 from k3jax.models.layers import MLP, Embedding, Linear, RMSNorm, dot, initial_value
 from k3jax.models.mla import MLA
@@ -304,14 +304,15 @@ class _Taps:
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "capture", "mesh"))
 def _forward(graphdef, state, input_ids, lengths, capture: tuple[str, ...], mesh):
-    batch, width = input_ids.shape
+    count, width = input_ids.shape
 
     def forward(state, input_ids, lengths):
         model = nnx.merge(graphdef, state)
-        taps = _Taps(capture, batch)
-        segments = Segments.rectangle(batch, width, lengths)
-        hidden, _ = model.step(input_ids.reshape(-1), Batch(segments), None, taps)
-        return model.logits(hidden).reshape(batch, width, -1), taps.values
+        taps = _Taps(capture, count)
+        segments = Segments.rectangle(count, width, lengths)
+        batch = Batch(prefill=PrefillRows(segments))
+        hidden, _ = model.step(input_ids.reshape(-1), batch, None, taps)
+        return model.logits(hidden).reshape(count, width, -1), taps.values
 
     everywhere = PartitionSpec()
     specs = (state_specs(state), everywhere, everywhere)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from k3jax.config import K3Config
 from k3jax.distributed import collectives
-from k3jax.models.cache import Batch
+from k3jax.models.cache import Batch, DecodeRows, PrefillRows
 from k3jax.models.layers import Linear, parameter
 from pallas_kernels.common.functions import decay_gate, gated_rms_norm, l2_normalize
 from pallas_kernels.kda_decode import KDACache, KDAWeights, kda_decode
@@ -69,26 +69,29 @@ class KDA(nnx.Module):
         self, x: Float[Array, "T D"], batch: Batch, cache: KDACache | None, layer: int, tap
     ) -> tuple[Float[Array, "T D"], KDACache | None]:
         """Output and updated cache; `layer` counts KDA layers. Without a cache nothing is kept."""
-        raw = self._project(x)
-        if batch.is_decode:
+        weights = self.weights()
+
+        def decode(cache, rows: DecodeRows, q, k, v, f, beta, gate):
             assert cache is not None, "a decode step continues a cache"
-            q, k, v, f, beta, gate = raw
-            out, cache = kda_decode(
+            return kda_decode(
                 q,
                 k,
                 v,
                 f,
                 beta,
                 gate,
-                self.weights(),
+                weights,
                 cache,
                 layer,
-                batch.slots,
+                None if rows.slots is None else jnp.where(rows.active, rows.slots, 0),
                 gate_lower_bound=self.gate_lower_bound,
                 eps=self.eps,
             )
-        else:
-            out, cache = self._prefill(raw, batch, cache, layer, tap)
+
+        def prefill(cache, rows: PrefillRows, *raw):
+            return self._prefill(raw, weights, rows, cache, layer, tap)
+
+        out, cache = batch.each(cache, self._project(x), decode, prefill)
         y = self.o_proj(out.reshape(x.shape[0], -1))
         return collectives.all_reduce(y, "tp"), cache
 
@@ -119,10 +122,12 @@ class KDA(nnx.Module):
             heads(gate),
         )
 
-    def _prefill(self, raw, batch: Batch, cache: KDACache | None, layer: int, tap):
+    def _prefill(
+        self, raw, weights: KDAWeights, rows: PrefillRows, cache: KDACache | None, layer: int, tap
+    ):
         q, k, v, f, beta, gate = raw
-        weights, segments = self.weights(), batch.segments
-        past = self._past(q, weights, batch, cache, layer)
+        segments = rows.segments
+        past = self._past(q, weights, rows, cache, layer)
 
         # q, k and v as heads of one convolution.
         q, k, v = jnp.split(
@@ -135,7 +140,7 @@ class KDA(nnx.Module):
             3,
             axis=1,
         )
-        checkpoints = batch.checkpoints
+        checkpoints = rows.checkpoints
         wanted = None if checkpoints is None else (checkpoints.sequence, checkpoints.length)
         o, state, snapshots = kda_prefill(
             l2_normalize(q).astype(v.dtype),  # the chunked kernels of the reference round here
@@ -145,7 +150,7 @@ class KDA(nnx.Module):
             jax.nn.sigmoid(beta.astype(jnp.float32)),
             past.state,
             segments,
-            phase=batch.context_lens,
+            phase=None if rows.aligned else rows.context_lens,
             checkpoints=wanted,
         )
         sequences = jnp.arange(segments.lens.shape[0], dtype=jnp.int32)
@@ -157,26 +162,29 @@ class KDA(nnx.Module):
         after = KDACache(state, *tails(sequences, segments.lens))
         tap("kda_state", lambda: _all_heads(after), per_token=False)
         if cache is not None:
-            cache = _write(cache, after, layer, batch.slots)
+            slots = rows.slots
+            if slots is not None:
+                slots = jnp.where(segments.lens > 0, slots, 0)
+            cache = _write(cache, after, layer, slots)
             if checkpoints is not None:
                 taken = KDACache(snapshots, *tails(checkpoints.sequence, checkpoints.length))
                 cache = _write(cache, taken, layer, checkpoints.slot)
         return gated_rms_norm(o, gate, weights.o_norm, self.eps), cache
 
-    def _past(self, q, weights: KDAWeights, batch: Batch, cache: KDACache | None, layer: int):
+    def _past(self, q, weights: KDAWeights, rows: PrefillRows, cache: KDACache | None, layer: int):
         """Memory before this call, [B, ...] each: zeros for a sequence that starts here, whatever
         its slot held before."""
-        count = batch.segments.lens.shape[0]
+        count = rows.segments.lens.shape[0]
         heads, width, taps = weights.conv_q.shape
-        if cache is None or batch.context_lens is None:
+        if cache is None or rows.context_lens is None:
             tail = jnp.zeros((count, taps - 1, heads, width), q.dtype)
             return KDACache(jnp.zeros((count, heads, width, width), jnp.float32), tail, tail, tail)
-        started = batch.context_lens > 0
+        started = rows.context_lens > 0
 
         def read(pool):
-            rows = pool[layer] if batch.slots is None else pool[layer, batch.slots]
-            mask = jnp.expand_dims(started, tuple(range(1, rows.ndim)))
-            return jnp.where(mask, rows, jnp.zeros((), rows.dtype))
+            found = pool[layer] if rows.slots is None else pool[layer, rows.slots]
+            mask = jnp.expand_dims(started, tuple(range(1, found.ndim)))
+            return jnp.where(mask, found, jnp.zeros((), found.dtype))
 
         return jax.tree.map(read, cache)
 

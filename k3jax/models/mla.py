@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from k3jax.config import K3Config
 from k3jax.distributed import collectives
-from k3jax.models.cache import Batch
+from k3jax.models.cache import Batch, DecodeRows, LatentCache, PrefillRows
 from k3jax.models.layers import Linear, RMSNorm, parameter
 from pallas_kernels.common.attention import matmul_precision
 from pallas_kernels.mla_decode import mla_decode
@@ -47,9 +47,9 @@ class MLA(nnx.Module):
         self.o_proj = Linear(heads * value_dim, dim, (None, "heads"), dtype)
 
     def __call__(
-        self, x: Float[Array, "T D"], batch: Batch, pool: Array | None, layer: int, tap
-    ) -> tuple[Float[Array, "T D"], Array | None]:
-        """Output and updated pages; `layer` counts MLA layers. Without a pool nothing is kept."""
+        self, x: Float[Array, "T D"], batch: Batch, cache: LatentCache | None, layer: int, tap
+    ) -> tuple[Float[Array, "T D"], LatentCache | None]:
+        """Output and updated pages; `layer` counts MLA layers. Without a cache nothing is kept."""
         num_tokens = x.shape[0]
         if self.has_q_lora:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
@@ -60,46 +60,59 @@ class MLA(nnx.Module):
         latent = self.kv_a_layernorm(row[:, : self.rank])
         row = jnp.concatenate([latent, row[:, self.rank :]], axis=-1)
         tap("mla_latent", lambda: row)
-        if pool is not None:
-            pool = _append(pool, row, batch, layer)
-        if batch.is_decode:
-            out = self._decode(q, batch, pool, layer)
-        else:
-            out = self._prefill(q, row, batch, pool, layer)
+
+        def decode(cache, rows: DecodeRows, q, row):
+            cache = _append_decode(cache, row, rows, layer)
+            return self._decode(q, rows, cache, layer), cache
+
+        def prefill(cache, rows: PrefillRows, q, row):
+            if cache is not None:
+                cache = _append_prefill(cache, row, rows, layer)
+            return self._prefill(q, row, rows, cache, layer), cache
+
+        out, cache = batch.each(cache, (q, row), decode, prefill)
         out = out.reshape(num_tokens, -1)
         if self.has_gate:
             gate = jax.nn.sigmoid(self.g_proj(x).astype(jnp.float32))
             out = (out.astype(jnp.float32) * gate).astype(x.dtype)
-        return collectives.all_reduce(self.o_proj(out), "tp"), pool
+        return collectives.all_reduce(self.o_proj(out), "tp"), cache
 
-    def _prefill(self, q, row, batch: Batch, pool, layer: int):
+    def _prefill(self, q, row, rows: PrefillRows, cache: LatentCache | None, layer: int):
         latent, shared = row[:, : self.rank], row[:, self.rank :]
         k_up, v_up = self.k_up[...].astype(q.dtype), self.v_up[...].astype(q.dtype)
         nope = _product("tr,nkr->tnk", latent, k_up)
         shared = jnp.broadcast_to(shared[:, None], (*nope.shape[:2], shared.shape[-1]))
         context = None
-        if pool is not None and batch.context_lens is not None:
-            context = LatentContext(pool, layer, batch.page_table, batch.context_lens, k_up, v_up)
+        if cache is not None and rows.context_lens is not None:
+            context = LatentContext(
+                cache.pool,
+                layer,
+                rows.page_table,
+                rows.context_lens,
+                k_up,
+                v_up,
+                _scale(cache, layer),
+            )
         return mla_prefill(
             q,
             jnp.concatenate([nope, shared], axis=-1),
             _product("tr,nvr->tnv", latent, v_up),
-            batch.segments,
+            rows.segments,
             context=context,
             scale=self.qk_dim**-0.5,
         )
 
-    def _decode(self, q, batch: Batch, pool, layer: int):
-        assert batch.context_lens is not None, "a decode step continues a cache"
+    def _decode(self, q, rows: DecodeRows, cache: LatentCache, layer: int):
         absorbed = _product("tnk,nkr->tnr", q[..., : self.nope_dim], self.k_up[...].astype(q.dtype))
         z = mla_decode(
             jnp.concatenate([absorbed, q[..., self.nope_dim :]], axis=-1),
-            pool,
+            cache.pool,
             layer,
-            batch.page_table,
-            jnp.where(batch.segments.lens > 0, batch.context_lens + 1, 0),
+            rows.page_table,
+            jnp.where(rows.active, rows.context_lens + 1, 0),
             scale=self.qk_dim**-0.5,
             value_dim=self.rank,
+            pool_scale=_scale(cache, layer),
         )
         return _product("tnr,nvr->tnv", z, self.v_up[...].astype(q.dtype))
 
@@ -112,17 +125,37 @@ def _product(equation: str, a, b):
     return out.astype(a.dtype)
 
 
-def _append(pool, row, batch: Batch, layer: int):
-    """Writes the new rows behind each sequence's context; rows without a place write nowhere."""
-    num_tokens, page_size, table = row.shape[0], pool.shape[2], batch.page_table
-    assert table is not None, "a cache has pages"
-    ids = batch.segments.ids(num_tokens)
+def _scale(cache: LatentCache, layer: int) -> Float[Array, ""] | None:
+    return cache.scale[layer] if cache.is_scaled else None
+
+
+def _append_decode(cache: LatentCache, row, rows: DecodeRows, layer: int) -> LatentCache:
+    sequence = jnp.arange(row.shape[0], dtype=jnp.int32)
+    return _append(cache, row, sequence, rows.context_lens, rows.active, rows.page_table, layer)
+
+
+def _append_prefill(cache: LatentCache, row, rows: PrefillRows, layer: int) -> LatentCache:
+    assert rows.page_table is not None, "a cache has pages"
+    ids = rows.segments.ids(row.shape[0])
     sequence = jnp.maximum(ids, 0)
-    position = batch.segments.offsets(num_tokens)
-    if batch.context_lens is not None:
-        position = position + batch.context_lens[sequence]
-    column = position // page_size
-    has_place = (ids >= 0) & (column < table.shape[1])
+    position = rows.segments.offsets(row.shape[0])
+    if rows.context_lens is not None:
+        position = position + rows.context_lens[sequence]
+    return _append(cache, row, sequence, position, ids >= 0, rows.page_table, layer)
+
+
+def _append(cache: LatentCache, row, sequence, position, is_token, table, layer) -> LatentCache:
+    """Writes each token's row at its position; what has no place is written nowhere."""
+    pool = cache.pool
+    column = position // pool.shape[2]
+    has_place = is_token & (column < table.shape[1])
     page = table[sequence, jnp.where(has_place, column, 0)]
     page = jnp.where(has_place, page, pool.shape[1])
-    return pool.at[layer, page, position % page_size].set(row.astype(pool.dtype), mode="drop")
+    if cache.is_scaled:
+        row = row.astype(jnp.float32) / cache.scale[layer]
+        limit = jnp.float32(jnp.finfo(pool.dtype).max)
+        # Too large saturates, but what is not finite must stay so: it is found by that.
+        row = jnp.where(jnp.isfinite(row), jnp.clip(row, -limit, limit), jnp.nan)
+    row = row.astype(pool.dtype)
+    pool = pool.at[layer, page, position % pool.shape[2]].set(row, mode="drop")
+    return LatentCache(pool, cache.scale)

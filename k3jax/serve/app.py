@@ -2,38 +2,36 @@
 
 import asyncio
 import contextlib
+import functools
 import importlib.metadata
+import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from k3jax.errors import RequestError
-from k3jax.serve.outputs import Output, Step
+from k3jax.engine.async_engine import Stream
+from k3jax.engine.output import OutputStep
+from k3jax.errors import EngineError, RequestError
+from k3jax.serve.answers import Answer
+from k3jax.serve.problems import Problem, problem_of, problem_of_output, unknown_model
 from k3jax.serve.protocol import (
-    Answer,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    Problem,
-    dump,
     parse_request,
-    problem_of,
 )
-from k3jax.serve.service import Service, unknown_model
-from k3jax.serve.worker import Job
+from k3jax.serve.service import Prepared, Service
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0  # a stream that is silent for so long sends a comment
 PREPARING_THREADS = 2  # read JSON and tokenise, which can take seconds for long prompts
-
-R = TypeVar("R", bound=GenerationRequest)
 
 
 class Json(Response):
@@ -57,7 +55,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     app.state.preparing = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="prepare")
 
-    for error in (Problem, RequestError, HTTPException, Exception):
+    for error in (Problem, RequestError, EngineError, HTTPException, Exception):
         app.add_exception_handler(error, _error_response)
     app.get("/health")(health)
     app.get("/ready")(ready)
@@ -90,14 +88,14 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def health(request: Request) -> Response:
-    """Is the process, and the thread of the model, alive?"""
-    alive = request.app.state.service.worker.alive
-    return Json({"status": "ok" if alive else "the model is gone"}, 200 if alive else 503)
+    """Is the process, and the thread of the engine, alive?"""
+    alive = request.app.state.service.engine.alive
+    return Json({"status": "ok" if alive else "the engine has ended"}, 200 if alive else 503)
 
 
 async def ready(request: Request) -> Response:
     """Would a request be taken now?"""
-    is_ready = request.app.state.service.worker.ready
+    is_ready = request.app.state.service.engine.ready
     return Json({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
 
@@ -134,59 +132,66 @@ def _model_object(service: Service, name: str) -> dict[str, Any]:
 
 async def completions(request: Request) -> Response:
     """Continues a text or a list of token ids."""
-    service = request.app.state.service
-    return await _answer(request, CompletionRequest, service.prepare_completion)
+    return await _answer(request, CompletionRequest)
 
 
 async def chat_completions(request: Request) -> Response:
     """Answers a conversation."""
-    service = request.app.state.service
-    return await _answer(request, ChatRequest, service.prepare_chat)
+    return await _answer(request, ChatRequest)
 
 
-async def _answer(
-    request: Request, kind: type[R], prepare: Callable[[R], tuple[list[Output], Answer]]
-) -> Response:
+async def _answer(request: Request, kind: type[GenerationRequest]) -> Response:
     service: Service = request.app.state.service
     body = await _read_body(request, service.limits.body_bytes)
-    service.worker.check_room()
+    service.check_room()
 
-    def parse_and_prepare() -> tuple[R, list[Output], Answer]:
-        parsed = parse_request(body, kind)
-        return parsed, *prepare(parsed)
+    def prepare() -> Prepared:
+        return service.prepare(parse_request(body, kind))
 
     loop = asyncio.get_running_loop()
-    parsed, outputs, answer = await loop.run_in_executor(
-        request.app.state.preparing, parse_and_prepare
-    )
-    job = Job(outputs)
-    service.worker.submit(job)
-    watch = asyncio.create_task(_cancel_on_disconnect(request, service, job))
-    if not parsed.stream:
+    prepared = await loop.run_in_executor(request.app.state.preparing, prepare)
+    answer, stream = prepared.answer, service.submit(prepared)
+    watch = asyncio.create_task(_cancel_on_disconnect(request, service, stream))
+    if not prepared.stream:
         try:
-            while await job.next() is not None:
+            while await _next(stream) is not None:
                 pass
         finally:
             watch.cancel()
-            service.worker.cancel(job)
-        return Response(status_code=499) if job.disconnected else Json(answer.whole())
+            service.engine.cancel(stream)
+        if stream.disconnected:
+            return Response(status_code=499)
+        # In a thread: an answer with many logprobs takes long to write.
+        content = await asyncio.to_thread(lambda: dump(answer.whole()))
+        return Response(content, media_type=Json.media_type)
 
     # The status is sent with the first step, so that an early error can still have its own.
     first = None
     try:
         with contextlib.suppress(TimeoutError):
-            first = await job.next(KEEP_ALIVE_S)
+            first = await _next(stream, KEEP_ALIVE_S)
     except BaseException:
         watch.cancel()
-        service.worker.cancel(job)
+        service.engine.cancel(stream)
         raise
-    if job.disconnected:
+    if stream.disconnected:
         return Response(status_code=499)
     return StreamingResponse(
-        _events(service, job, first, answer, watch),
+        _events(service, stream, first, answer, watch),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-cache"},
     )
+
+
+async def _next(stream: Stream, timeout_s: float | None = None) -> OutputStep | None:
+    """The next step, None behind the last one or without a client. One output that ends before its
+    time ends the request with a `Problem`."""
+    step = await stream.next(timeout_s)
+    if step is None or stream.disconnected:
+        return None
+    if step.finish_reason in ("abort", "error"):
+        raise problem_of_output(stream.outputs[step.index])
+    return step
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -211,25 +216,28 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-async def _cancel_on_disconnect(request: Request, service: Service, job: Job) -> None:
+async def _cancel_on_disconnect(request: Request, service: Service, stream: Stream) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    job.disconnected = True
-    service.worker.cancel(job)
+    stream.disconnected = True
+    service.engine.cancel(stream)
 
 
 async def _events(
-    service: Service, job: Job, first: Step | None, answer: Answer, watch: asyncio.Task
+    service: Service, stream: Stream, first: OutputStep | None, answer: Answer, watch: asyncio.Task
 ) -> AsyncIterator[bytes]:
     """The server-sent events of a stream, from its first step on."""
     step = first
     try:
         while True:
             if step is not None:
-                for chunk in answer.chunks(step):
-                    yield _event(chunk)
+                write = functools.partial(_write, answer, step)
+                # The first step tells of the prompt, which may be much.
+                events = await asyncio.to_thread(write) if step.is_first else write()
+                for event in events:
+                    yield event
             try:
-                step = await job.next(KEEP_ALIVE_S)
+                step = await _next(stream, KEEP_ALIVE_S)
             except TimeoutError:
                 step = None
                 yield b": still working\n\n"
@@ -239,13 +247,17 @@ async def _events(
         if (usage := answer.last_chunk()) is not None:
             yield _event(usage)
     except Exception as error:
-        if not isinstance(error, Problem | RequestError):  # those of the worker are in the log
+        if not isinstance(error, Problem | EngineError):  # those of the engine are in the log
             logger.exception("a stream failed")
         yield _event(problem_of(error).body())
     finally:
         watch.cancel()
-        service.worker.cancel(job)
+        service.engine.cancel(stream)
     yield b"data: [DONE]\n\n"
+
+
+def _write(answer: Answer, step: OutputStep) -> list[bytes]:
+    return [_event(chunk) for chunk in answer.chunks(step)]
 
 
 def _event(content: dict[str, Any]) -> bytes:
@@ -260,3 +272,11 @@ async def _error_response(request: Request, error: Exception) -> Response:
     else:
         problem = problem_of(error)
     return Json(problem.body(), problem.status, headers=problem.headers)
+
+
+def dump(content: Any) -> bytes:
+    """Compact UTF-8 JSON of anything, half surrogate pairs included."""
+    try:
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        return json.dumps(content, separators=(",", ":")).encode()

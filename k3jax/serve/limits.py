@@ -1,4 +1,4 @@
-"""What one request may ask for, checked before anything expensive is done for it."""
+"""What one request may ask for, beside what `SamplingParams` limits."""
 
 from collections.abc import Sized
 from dataclasses import dataclass
@@ -8,14 +8,12 @@ from k3jax.errors import RequestError
 
 @dataclass(frozen=True)
 class Limits:
-    """Beyond any of these a request is refused."""
+    """Beyond any of these a request is refused, before anything expensive is done for it."""
 
     body_bytes: int = 32 << 20
     messages: int = 10_000
     prompts: int = 128  # of one completions request
-    stop_strings: int = 64
-    stop_chars: int = 1_024  # of one stop string
-    stop_token_ids: int = 64
+    outputs: int = 256  # prompts times n
 
     def check_count(self, field: str, value: Sized, limit: int) -> None:
         """Refuses a list with too many entries."""
@@ -25,12 +23,11 @@ class Limits:
                 field=field,
             )
 
-    def check_stops(self, stop: str | list[str] | None, stop_token_ids: list[int] | None) -> None:
-        """Refuses too many or too long stop strings, and too many stop ids."""
-        stops = [stop] if isinstance(stop, str) else stop or []
-        self.check_count("stop", stops, self.stop_strings)
-        if any(len(text) > self.stop_chars for text in stops):
+    def check_outputs(self, num_prompts: int, n: int) -> None:
+        """Refuses too many answers."""
+        if num_prompts * n > self.outputs:
             raise RequestError(
-                f"a stop string is longer than {self.stop_chars} characters", field="stop"
+                f"n={n} answers to {num_prompts} prompts are more than the {self.outputs} that "
+                "one request may have",
+                field="n",
             )
-        self.check_count("stop_token_ids", stop_token_ids or [], self.stop_token_ids)

@@ -1,18 +1,12 @@
-"""The wire format of the OpenAI endpoints: request fields, response objects, errors."""
+"""The wire format of the OpenAI endpoints: the fields of requests."""
 
 import json
-import time
-import uuid
-from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from k3jax.chat.parse import Delta, Message
+from k3jax.engine.request import SamplingParams
 from k3jax.errors import RequestError
-from k3jax.serve.outputs import Output, Step
-
-# -- requests
 
 Prompt = Annotated[
     Any,  # checked by hand: a union of lists gives errors that name no entry
@@ -35,15 +29,26 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str | None = Field(None, description="One of /v1/models; the served model if absent.")
+    n: int | None = Field(None, description="Answers to each prompt.")
     max_tokens: int | None = Field(None, description="Most tokens to generate.")
+    min_tokens: int | None = Field(None, description="No stop token is chosen before.")
     temperature: float | None = Field(None, description="0 always takes the most likely token.")
     top_p: float | None = None
     top_k: int | None = Field(None, description="0 or -1 keeps all tokens.")
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="Token ids to added logits.")
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     seed: int | None = None
     stop: str | list[str] | None = Field(None, description="Text that ends the answer.")
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: int | None = Field(
+        None, description="Report each prompt token's logprob and so many of the likeliest."
+    )
     stream: bool | None = None
     stream_options: dict[str, Any] | None = Field(
         None, description="include_usage, continuous_usage_stats."
@@ -54,12 +59,32 @@ class GenerationRequest(BaseModel):
     skip_special_tokens: bool | None = Field(
         None, description="False shows hidden control tokens in completions; chat has none."
     )
+    priority: int | None = Field(
+        None, description="With --scheduling-policy priority, lower values are served first."
+    )
+    cache_salt: str | None = Field(
+        None, description="Only requests with the same salt share cached prefixes."
+    )
+
+    def sampling(self) -> dict[str, Any]:
+        """The arguments of `SamplingParams` that the request gives; those of the subclass too."""
+        names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def field_of(self, parameter: str | None) -> str | None:
+        """The field that gave a parameter."""
+        return parameter
 
 
 class CompletionRequest(GenerationRequest):
     """A body of /v1/completions. Text is never read as control tokens; send ids for those."""
 
     prompt: Prompt
+    logprobs: int | None = Field(
+        None, description="Report each token's logprob and so many of the likeliest."
+    )
+    include_stop_str_in_output: bool | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -67,6 +92,10 @@ class ChatRequest(GenerationRequest):
 
     messages: list[Any] = Field(json_schema_extra={"items": {"type": "object"}})
     max_completion_tokens: int | None = Field(None, description="Goes before max_tokens.")
+    logprobs: bool | None = Field(None, description="Report each token's logprob.")
+    top_logprobs: int | None = Field(
+        None, description="Also those of so many of the likeliest tokens."
+    )
     thinking: bool | dict[str, Any] | None = Field(None, description="type, effort, keep.")
     reasoning_effort: str | None = Field(None, description="none, low, high or max.")
     chat_template_kwargs: dict[str, Any] | None = Field(
@@ -75,22 +104,24 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    def sampling(self) -> dict[str, Any]:
+        given = super().sampling()
+        if self.max_completion_tokens is not None:
+            given["max_tokens"] = self.max_completion_tokens
+        if given.pop("logprobs", False):
+            given["logprobs"] = self.top_logprobs or 0
+        return given
+
+    def field_of(self, parameter: str | None) -> str | None:
+        if parameter == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return {"prompt": "messages", "logprobs": "top_logprobs"}.get(parameter or "", parameter)
+
 
 # Known fields that cannot be served yet, with the values that ask for nothing.
 NOT_SERVED: dict[str, tuple] = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
-    "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_tokens": (0,),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
@@ -101,25 +132,25 @@ NOT_SERVED: dict[str, tuple] = {
     "guided_json": (),
     "guided_regex": (),
 }
-NOT_SERVED_COMPLETION: dict[str, tuple] = NOT_SERVED | {"logprobs": (), "suffix": ("",)}
+NOT_SERVED_COMPLETION: dict[str, tuple] = NOT_SERVED | {"suffix": ("",)}
 NOT_SERVED_CHAT: dict[str, tuple] = NOT_SERVED | {
     "audio": (),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "include_stop_str_in_output": (False,),
     "include_reasoning": (True,),
     "modalities": (["text"],),
     "prediction": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "web_search_options": (),
 }
+LORA = ("lora_request", "lora_path", "lora_name", "lora_int_id", "adapter", "adapter_id")
 # Fields that say something about the client or its account, or have no meaning for K3.
 WITHOUT_EFFECT = frozenset(
     {
         "add_special_tokens",  # K3 prompts have none
-        "cache_salt",
         "metadata",
         "parallel_tool_calls",
         "prompt_cache_key",
@@ -143,6 +174,9 @@ def parse_request(body: bytes, kind: type[R]) -> R:
         value = fields.pop(name, None)
         if value is not None and not any(_same(value, wanted) for wanted in neutral):
             raise RequestError(f"{name} is not served yet", field=name)
+    for name in LORA:
+        if name in fields:
+            raise RequestError(f"{name}: LoRA is not supported yet", field=name)
     if "chat_template" in fields:
         raise RequestError(
             "chat_template: the prompts of K3 are written by a program, not by a template",
@@ -153,6 +187,8 @@ def parse_request(body: bytes, kind: type[R]) -> R:
     except ValidationError as error:
         raise _request_error(error) from None
     _check_stream_options(request)
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     return request
 
 
@@ -204,236 +240,3 @@ def _check_stream_options(request: GenerationRequest) -> None:
             raise RequestError(f"{field!r:.80} is not known", field=field)
         if value is not None and not isinstance(value, bool):
             raise RequestError(f"{field} must be true or false", field=field)
-
-
-# -- responses
-
-
-class Answer:
-    """The response objects of one request; subclasses know the shape of their endpoint."""
-
-    prefix: str
-    object: str
-    chunk_object: str
-
-    def __init__(self, request: GenerationRequest, model: str, outputs: list[Output]):
-        self._request = request
-        self._outputs = outputs
-        self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
-        options = request.stream_options or {}
-        self._include_usage = bool(options.get("include_usage"))
-        self._continuous_usage = bool(options.get("continuous_usage_stats"))
-
-    def whole(self) -> dict[str, Any]:
-        """The response of a request that does not stream."""
-        choices = [self.choice(index, output) for index, output in enumerate(self._outputs)]
-        return {**self._head, "object": self.object, "choices": choices, "usage": self.usage()}
-
-    def chunks(self, step: Step) -> Iterator[dict[str, Any]]:
-        """The chunks of a stream that tell of one step."""
-        for choice in self.step_choices(step):
-            yield self._chunk([choice], self.usage() if self._continuous_usage else None)
-
-    def last_chunk(self) -> dict[str, Any] | None:
-        """The chunk behind all choices, if usage was asked for."""
-        return self._chunk([], self.usage()) if self._include_usage else None
-
-    def usage(self) -> dict[str, Any]:
-        """Tokens so far."""
-        prompt = sum(len(output.prompt_ids) for output in self._outputs)
-        completion = sum(len(output.token_ids) for output in self._outputs)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
-
-    def choice(self, index: int, output: Output) -> dict[str, Any]:
-        """One finished choice."""
-        raise NotImplementedError
-
-    def step_choices(self, step: Step) -> Iterator[dict[str, Any]]:
-        """What a step adds to its choice."""
-        raise NotImplementedError
-
-    def _chunk(self, choices: list[dict], usage: dict | None) -> dict[str, Any]:
-        chunk = {**self._head, "object": self.chunk_object, "choices": choices}
-        if self._include_usage or self._continuous_usage:
-            chunk["usage"] = usage
-        return chunk
-
-
-class CompletionAnswer(Answer):
-    """/v1/completions."""
-
-    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
-
-    def choice(self, index: int, output: Output) -> dict[str, Any]:
-        return self._choice(
-            index,
-            output.text,
-            output.finish_reason,
-            output.stop_reason,
-            {"prompt_token_ids": output.prompt_ids, "token_ids": output.token_ids},
-        )
-
-    def step_choices(self, step: Step) -> Iterator[dict[str, Any]]:
-        ids: dict[str, Any] = {"token_ids": step.token_ids}
-        if step.is_first:
-            ids["prompt_token_ids"] = self._outputs[step.index].prompt_ids
-        if step.delta.content or step.finish_reason or self._request.return_token_ids:
-            yield self._choice(
-                step.index, step.delta.content, step.finish_reason, step.stop_reason, ids
-            )
-
-    def _choice(self, index: int, text: str, finish: Any, stop: Any, ids: dict) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "text": text,
-            "logprobs": None,
-            "finish_reason": finish,
-            "stop_reason": stop,
-        }
-        return choice | ids if self._request.return_token_ids else choice
-
-
-class ChatAnswer(Answer):
-    """/v1/chat/completions."""
-
-    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def whole(self) -> dict[str, Any]:
-        response = super().whole()
-        if self._request.return_token_ids:
-            response["prompt_token_ids"] = self._outputs[0].prompt_ids
-        return response
-
-    def usage(self) -> dict[str, Any]:
-        reasoning = sum(output.reasoning_tokens for output in self._outputs)
-        return super().usage() | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
-
-    def choice(self, index: int, output: Output) -> dict[str, Any]:
-        return self._choice(
-            index,
-            {"message": message_object(output.message())},
-            output.finish_reason,
-            output.stop_reason,
-            output.token_ids,
-        )
-
-    def chunks(self, step: Step) -> Iterator[dict[str, Any]]:
-        chunks = super().chunks(step)
-        if step.is_first and self._request.return_token_ids:
-            yield next(chunks) | {"prompt_token_ids": self._outputs[step.index].prompt_ids}
-        yield from chunks
-
-    def step_choices(self, step: Step) -> Iterator[dict[str, Any]]:
-        if step.is_first:
-            role = {"role": "assistant", "content": ""}
-            yield self._choice(step.index, {"delta": role}, None, None, [])
-        if step.delta or (self._request.return_token_ids and step.token_ids):
-            delta = {"delta": delta_object(step.delta)}
-            yield self._choice(step.index, delta, None, None, step.token_ids)
-        if step.finish_reason:
-            yield self._choice(step.index, {"delta": {}}, step.finish_reason, step.stop_reason, [])
-
-    def _choice(
-        self, index: int, said: dict, finish: Any, stop: Any, token_ids: list[int]
-    ) -> dict[str, Any]:
-        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish}
-        choice["stop_reason"] = stop
-        if self._request.return_token_ids:
-            choice["token_ids"] = token_ids
-        return choice
-
-
-def message_object(message: Message) -> dict[str, Any]:
-    """An assistant message; both names of the reasoning that clients look for."""
-    said: dict[str, Any] = {
-        "role": "assistant",
-        "content": message.content,
-        "reasoning_content": message.reasoning_content,
-        "reasoning": message.reasoning_content,
-        "refusal": None,
-    }
-    if message.tool_calls:
-        said["tool_calls"] = [tool_call_object(call) for call in message.tool_calls]
-    return said
-
-
-def delta_object(delta: Delta) -> dict[str, Any]:
-    """The part of a message that a chunk carries."""
-    said: dict[str, Any] = {}
-    if delta.reasoning_content:
-        said["reasoning_content"] = said["reasoning"] = delta.reasoning_content
-    if delta.content:
-        said["content"] = delta.content
-    if delta.tool_calls:
-        said["tool_calls"] = [
-            {"index": call.index, **tool_call_object(call)} for call in delta.tool_calls
-        ]
-    return said
-
-
-def tool_call_object(call: Any) -> dict[str, Any]:
-    """A tool call as a message shows it."""
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
-
-
-# -- errors
-
-
-class Problem(Exception):
-    """An answer other than the one that was asked for."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str,
-        code: str | None = None,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
-        self.status, self.kind, self.code, self.param = status, kind, code, param
-        self.headers = dict(headers or {})
-        super().__init__(message)
-
-    def body(self) -> dict[str, Any]:
-        """The OpenAI error object."""
-        return {
-            "error": {
-                "message": str(self),
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
-
-
-def problem_of(error: BaseException) -> Problem:
-    """How an exception looks from outside; nothing of the inside is told."""
-    if isinstance(error, Problem):
-        return error
-    if isinstance(error, RequestError):
-        return Problem(400, str(error), kind="invalid_request_error", param=error.field)
-    return Problem(
-        500, "the server failed to answer; its log has the reason", kind="internal_server_error"
-    )
-
-
-def dump(content: Any) -> bytes:
-    """Compact UTF-8 JSON of anything, half surrogate pairs included."""
-    try:
-        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:
-        return json.dumps(content, separators=(",", ":")).encode()

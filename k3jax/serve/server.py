@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import random
 import signal
 import socket
 import sys
@@ -15,10 +14,13 @@ from typing import NoReturn
 import uvicorn
 
 from k3jax.chat.tokenizer import Tokenizer, load_tokenizer
+from k3jax.engine.async_engine import AsyncEngine, EngineLike
+from k3jax.engine.inputs import GenerationDefaults, Inputs
 from k3jax.errors import ConfigError, K3Error
+from k3jax.flags import flag
 from k3jax.serve.app import create_app
-from k3jax.serve.service import GenerationDefaults, Service
-from k3jax.serve.worker import Generator, Worker
+from k3jax.serve.config import WITHOUT_EFFECT, ServerConfig
+from k3jax.serve.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -27,33 +29,7 @@ UNTRAINED = (
     "UNTRAINED: a model of the Kimi K3 architecture with seeded random weights. Its answers are "
     "noise; it shows that the server works."
 )
-GRACE_S = 5.0  # what a running request gets when the server is asked to end
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """Serves a model over HTTP with the endpoints of the OpenAI API."""
-
-    model: str | None = None  # folder of the checkpoint; without one, a tiny untrained model
-    host: str = "127.0.0.1"  # address to listen on
-    port: int = 8000  # port to listen on; 0 takes a free one and logs it
-    served_model_name: tuple[str, ...] = ()  # names that requests may use instead of the folder
-    max_model_len: int | None = None  # most tokens of prompt and answer together; the model's own
-    # limit if absent
-    dtype: str = "auto"  # of weights and activations, for example bfloat16 or float32; auto takes
-    # the checkpoint's
-    seed: int | None = None  # makes requests without a seed of their own the same in every run
-    max_waiting: int = 64  # requests that may wait for the one that runs; more are refused by 429
-
-    def __post_init__(self):
-        if self.model == "":
-            raise ConfigError("--model is empty: name a checkpoint folder")
-        if not 0 <= self.port <= 65_535:
-            raise ConfigError(f"--port {self.port} is not in 0..65535")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ConfigError(f"--max-model-len {self.max_model_len} must be at least 2")
-        if self.max_waiting < 0:
-            raise ConfigError(f"--max-waiting {self.max_waiting} must not be negative")
+GRACE_S = 5.0  # what running requests get when the server is asked to end
 
 
 @dataclass(frozen=True)
@@ -62,7 +38,7 @@ class ModelSource:
 
     default: Callable[[], str | Path]  # folder of the model that is served when none is named
     is_untrained: Callable[[str | Path], bool]  # a folder whose weights are random
-    load: Callable[[ServerConfig, str], Generator]
+    load: Callable[[ServerConfig, str], EngineLike]
 
 
 def run(config: ServerConfig, source: ModelSource) -> int:
@@ -102,48 +78,54 @@ def _interrupt(signum: int, frame: object) -> NoReturn:
 
 def make_service(config: ServerConfig, source: ModelSource) -> Service:
     """Loads everything that is served; refuses what cannot be used with a `K3Error`."""
+    for option, reason in WITHOUT_EFFECT.items():
+        if getattr(config, option):
+            logger.info("%s has no effect: %s", flag(option), reason)
     path = str(source.default()) if config.model is None else config.model
     name = UNTRAINED_NAME if config.model is None else config.model
-    defaults, tokenizer = GenerationDefaults(), None
-    if Path(path).is_dir():  # if not, the loader says what is wrong with the path
-        defaults, tokenizer = GenerationDefaults.read(path), _tokenizer(Path(path))
-    worker = Worker(lambda: source.load(config, path), config.max_waiting)
-    worker.start()
-    service = Service(
-        worker,
-        tokenizer,
-        names=config.served_model_name or (name,),
-        description=UNTRAINED
-        if source.is_untrained(path)
-        else f"The checkpoint {Path(path).name}.",
-        defaults=defaults,
-        seeds=None if config.seed is None else random.Random(config.seed),
-    )
-    service.check_vocabulary()
+    tokenizer = _tokenizer(config, Path(path))
+    defaults = _generation_defaults(config, Path(path))
+    engine = AsyncEngine(lambda: source.load(config, path))
+    engine.start()
+    inputs = Inputs(tokenizer, defaults, engine.engine.vocab_size, engine.engine.max_model_len)
+    inputs.check_vocabulary()
     if tokenizer is None:
         logger.warning("no tokenizer files in %s: only completions of token ids", path)
     elif tokenizer.missing_chat_tokens:
         logger.warning(
             "the tokenizer lacks %s: completions, no chat", " ".join(tokenizer.missing_chat_tokens)
         )
-    return service
-
-
-def load_generator(config: ServerConfig, path: str) -> Generator:
-    """The model of a checkpoint folder, compiled."""
-    from k3jax.engine.compile_cache import enable_compile_cache  # imports jax
-    from k3jax.generation import Generator as ModelGenerator
-
-    enable_compile_cache()
-    return ModelGenerator.from_pretrained(
-        path,
-        dtype=None if config.dtype == "auto" else config.dtype,
-        max_model_len=config.max_model_len,
+    if defaults.sampling:
+        settings = ", ".join(f"{key} {value}" for key, value in defaults.sampling.items())
+        logger.info("where requests leave it open: %s (--generation-config)", settings)
+    return Service(
+        engine,
+        inputs,
+        names=config.served_model_name or (name,),
+        description=UNTRAINED
+        if source.is_untrained(path)
+        else f"The checkpoint {Path(path).name}.",
+        max_waiting=config.max_waiting,
     )
 
 
-def _tokenizer(folder: Path) -> Tokenizer | None:
+def _tokenizer(config: ServerConfig, folder: Path) -> Tokenizer | None:
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer)
     return load_tokenizer(folder) if (folder / "tiktoken.model").exists() else None
+
+
+def _generation_defaults(config: ServerConfig, folder: Path) -> GenerationDefaults:
+    if config.generation_config == "auto":
+        return GenerationDefaults.read(folder)
+    if config.generation_config == "vllm":
+        return GenerationDefaults(eos_ids=GenerationDefaults.read(folder).eos_ids)
+    if not (Path(config.generation_config) / "generation_config.json").exists():
+        raise ConfigError(
+            f"--generation-config {config.generation_config}: neither auto nor vllm, nor a folder "
+            "with a generation_config.json"
+        )
+    return GenerationDefaults.read(config.generation_config)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -175,7 +157,7 @@ def _serve(service: Service, sock: socket.socket) -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that says where it listens and lets the running request end before it stops."""
+    """uvicorn that says where it listens and lets running requests end before it stops."""
 
     def __init__(self, service: Service):
         self._service = service
@@ -195,10 +177,10 @@ class _Server(uvicorn.Server):
             logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        worker = self._service.worker
-        worker.drain()
+        engine = self._service.engine
+        engine.drain()
         loop = asyncio.get_running_loop()
-        end = loop.call_later(GRACE_S, lambda: loop.run_in_executor(None, worker.close))
+        end = loop.call_later(GRACE_S, lambda: loop.run_in_executor(None, engine.close))
         await super().shutdown(sockets)
         end.cancel()
-        await loop.run_in_executor(None, worker.close)
+        await loop.run_in_executor(None, engine.close)

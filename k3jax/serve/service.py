@@ -1,118 +1,124 @@
-"""What is served: the worker, the tokenizer, the names; and how a request becomes a job."""
+"""What is served: the engine, its inputs, the names; and how a request gets into the engine."""
 
-import json
-import random
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from k3jax.chat.parse import StreamParser
-from k3jax.chat.render import render
-from k3jax.chat.tokenizer import Tokenizer
-from k3jax.engine.request import SamplingParams, show
-from k3jax.errors import CheckpointError, RequestError
+from k3jax.chat.render import Rendered, render
+from k3jax.engine.async_engine import AsyncEngine, Stream
+from k3jax.engine.inputs import Inputs
+from k3jax.engine.output import Output
+from k3jax.engine.request import RequestOptions, SamplingParams
+from k3jax.errors import RequestError
+from k3jax.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from k3jax.serve.limits import Limits
-from k3jax.serve.outputs import Output, TextReader
-from k3jax.serve.protocol import (
-    Answer,
-    ChatAnswer,
-    ChatRequest,
-    CompletionAnswer,
-    CompletionRequest,
-    GenerationRequest,
-    Problem,
-)
-from k3jax.serve.worker import Worker
+from k3jax.serve.problems import Problem, queue_full, shutting_down, unknown_model
+from k3jax.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # as vLLM; a chat may take what the context leaves
 
 
 @dataclass(frozen=True)
-class GenerationDefaults:
-    """What a checkpoint's generation_config.json says."""
+class Prepared:
+    """A request whose outputs can be submitted, and what will tell of them."""
 
-    sampling: dict[str, Any] = field(default_factory=dict)  # for fields that a request leaves out
-    eos_ids: frozenset[int] = frozenset()
-
-    @staticmethod
-    def read(folder: str | Path) -> "GenerationDefaults":
-        """Reads the file of a checkpoint folder, where there is one."""
-        file = Path(folder) / "generation_config.json"
-        if not file.exists():
-            return GenerationDefaults()
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            names = ("temperature", "top_p", "top_k", "min_p")
-            sampling = {name: content[name] for name in names if content.get(name) is not None}
-            eos = content.get("eos_token_id")
-            checks = {**sampling, "stop_token_ids": [eos] if isinstance(eos, int) else eos}
-            checked = SamplingParams(**checks)
-        except (ValueError, AttributeError, RecursionError):
-            raise CheckpointError("not a JSON object", file=file) from None
-        except RequestError as error:
-            message = str(error).replace("stop_token_ids", "eos_token_id")
-            raise CheckpointError(message, file=file) from None
-        return GenerationDefaults(sampling, frozenset(checked.stop_token_ids))
+    outputs: Sequence[Output]
+    requests: Sequence[Any]  # what `engine.prepare` made of each output
+    answer: Answer
+    stream: bool
 
 
 @dataclass(frozen=True)
 class Service:
-    """Everything the endpoints need."""
+    """Everything the endpoints need. `prepare` is for any thread, the rest for the event loop."""
 
-    worker: Worker
-    tokenizer: Tokenizer | None  # None: the checkpoint has none, requests speak token ids
+    engine: AsyncEngine
+    inputs: Inputs
     names: tuple[str, ...]  # of the model; the first is the one that is shown
     description: str
-    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    max_waiting: int = 64  # outputs; while so many wait, requests are refused
     limits: Limits = field(default_factory=Limits)
-    seeds: random.Random | None = None  # for requests without a seed; None lets the model draw
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
-        return self.worker.generator.max_model_len
+        return self.inputs.max_model_len
 
-    def check_vocabulary(self) -> None:
-        """Refuses a tokenizer that writes ids which the model does not have."""
-        vocab_size = self.worker.generator.vocab_size
-        if self.tokenizer is not None and self.tokenizer.vocab_size > vocab_size:
-            raise CheckpointError(
-                f"the tokenizer has {self.tokenizer.vocab_size} ids, the model only {vocab_size}: "
-                "they do not belong together",
-                file="tiktoken.model",
+    def check_room(self) -> None:
+        """Raises the `Problem` with which a request would be refused now."""
+        if not self.engine.alive:
+            raise Problem(
+                503,
+                "the engine has ended; the server's log has the reason",
+                kind="service_unavailable_error",
+                code="engine_ended",
             )
+        if not self.engine.ready:
+            raise shutting_down()
+        if self.engine.num_waiting >= self.max_waiting:
+            raise queue_full(self.max_waiting)
 
-    def prepare_completion(self, request: CompletionRequest) -> tuple[list[Output], Answer]:
-        """The outputs of a completions request, one for each prompt."""
-        model = self._model_name(request)
-        self._check(request)
-        outputs = []
-        for index, prompt_ids in enumerate(self._prompts(request.prompt)):
-            params = self._params(request, len(prompt_ids), "prompt", DEFAULT_COMPLETION_TOKENS)
-            reader = TextReader(
-                self.tokenizer, params, skip_special=request.skip_special_tokens is not False
-            )
-            outputs.append(Output(prompt_ids, params, self._stop_ids(params), reader, index))
-        return outputs, CompletionAnswer(request, model, outputs)
+    def submit(self, prepared: Prepared) -> Stream:
+        """Starts a request: all of its outputs at once."""
+        self.check_room()
+        return self.engine.submit_prepared(prepared.outputs, prepared.requests)
 
-    def prepare_chat(self, request: ChatRequest) -> tuple[list[Output], Answer]:
-        """The output of a chat request."""
-        model = self._model_name(request)
-        if self.tokenizer is None:
-            raise _no_tokenizer("chat", "messages")
-        self._check(request)
+    def prepare(self, request: GenerationRequest) -> Prepared:
+        """Reads the prompts and checks everything; the prompts' hashes are made here too."""
+        name = self._model_name(request)
+        with _fields_of(request):
+            answer: type[Answer] = ChatAnswer
+            if isinstance(request, ChatRequest):
+                outputs = self._chat_outputs(request)
+            else:
+                assert isinstance(request, CompletionRequest)
+                outputs, answer = self._completion_outputs(request), CompletionAnswer
+            for index, output in enumerate(outputs):
+                output.index = index
+            options = _options(request)
+            requests = [self.engine.engine.prepare(output, *options) for output in outputs]
+        told = answer(request, name, outputs, self.inputs.tokenizer)
+        return Prepared(outputs, requests, told, bool(request.stream))
+
+    # Parts of a request.
+
+    def _model_name(self, request: GenerationRequest) -> str:
+        if request.model is None:
+            return self.names[0]
+        if request.model not in self.names:
+            raise unknown_model(request.model)
+        return request.model
+
+    def _completion_outputs(self, request: CompletionRequest) -> list[Output]:
+        if isinstance(request.prompt, list) and not _is_ids(request.prompt):
+            self.limits.check_count("prompt", request.prompt, self.limits.prompts)
+        outputs: list[Output] = []
+        for prompt_ids in (prompts := self.inputs.prompts(request.prompt)):
+            params = self._params(request, len(prompt_ids), DEFAULT_COMPLETION_TOKENS)
+            self.limits.check_outputs(len(prompts), params.n)
+            outputs += self.inputs.outputs(prompt_ids, params)
+        return outputs
+
+    def _chat_outputs(self, request: ChatRequest) -> list[Output]:
+        if self.inputs.tokenizer is None:
+            raise self.inputs.no_tokenizer("chat", "messages")
         self.limits.check_count("messages", request.messages, self.limits.messages)
+        rendered = self._render(request)
+        params = self._params(request, len(rendered.token_ids), None)
+        return self.inputs.chat_outputs(rendered, params, report_tool_calls=False)
+
+    def _render(self, request: ChatRequest) -> Rendered:
         for index, message in enumerate(request.messages):
             if isinstance(message, dict) and message.get("tools"):
                 name = f"messages[{index}].tools"
                 raise RequestError(f"{name} is not served yet", field=name)
         try:
-            rendered = render(
+            return render(
                 request.messages,
-                tokenizer=self.tokenizer,
+                tokenizer=self.inputs.tokenizer,
                 thinking=request.thinking,
                 reasoning_effort=request.reasoning_effort,
                 chat_template_kwargs=request.chat_template_kwargs,
@@ -122,130 +128,42 @@ class Service:
             )
         except RecursionError:
             raise RequestError("messages are nested too deeply", field="messages") from None
-        params = self._params(request, len(rendered.token_ids), "messages", None)
-        parser = StreamParser(
-            self.tokenizer,
-            channel=rendered.channel,
-            report_tool_calls=False,
-            stop=params.stop,
-        )
-        outputs = [Output(rendered.token_ids, params, self._stop_ids(params), parser)]
-        return outputs, ChatAnswer(request, model, outputs)
-
-    # -- parts of a request
-
-    def _model_name(self, request: GenerationRequest) -> str:
-        if request.model is None:
-            return self.names[0]
-        if request.model not in self.names:
-            raise unknown_model(request.model)
-        return request.model
-
-    def _check(self, request: GenerationRequest) -> None:
-        self.limits.check_stops(request.stop, request.stop_token_ids)
-        if request.stop and self.tokenizer is None:
-            raise _no_tokenizer("stop strings", "stop")
 
     def _params(
-        self, request: GenerationRequest, prompt_len: int, prompt: str, default: int | None
+        self, request: GenerationRequest, prompt_len: int, default: int | None
     ) -> SamplingParams:
         room = self.max_model_len - prompt_len
         if room < 1:
             raise RequestError(
                 f"the prompt has {prompt_len} tokens; the context of {self.max_model_len} must "
                 "hold it and at least one more",
-                field=prompt,
+                field="prompt",
             )
-        field, max_tokens = "max_tokens", request.max_tokens
-        if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-            field, max_tokens = "max_completion_tokens", request.max_completion_tokens
-        given: dict[str, Any] = {"max_tokens": max_tokens}
-        for name in ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"):
-            given[name] = getattr(request, name)
-        given |= {"stop": request.stop, "stop_token_ids": request.stop_token_ids}
-        given = self.defaults.sampling | {k: v for k, v in given.items() if v is not None}
-        given.setdefault("max_tokens", min(default or room, room))
-        if self.seeds is not None:
-            given.setdefault("seed", self.seeds.getrandbits(63))
-        try:
-            params = SamplingParams(**given)
-        except RequestError as error:
-            if error.field == "max_tokens":
-                message = str(error).replace("max_tokens", field, 1)
-                raise RequestError(message, field=field) from None
+        given = {"max_tokens": min(default or room, room), **self.inputs.defaults.sampling}
+        return SamplingParams(**(given | request.sampling()))
+
+
+def _is_ids(prompt: list) -> bool:
+    return bool(prompt) and not isinstance(prompt[0], str | list)
+
+
+def _options(request: GenerationRequest) -> tuple:
+    """What else the engine is to know of a request: at most one `RequestOptions`."""
+    if request.priority is None and request.cache_salt is None:
+        return ()
+    return (RequestOptions(priority=request.priority or 0, cache_salt=request.cache_salt),)
+
+
+@contextlib.contextmanager
+def _fields_of(request: GenerationRequest) -> Iterator[None]:
+    """Errors speak of the request's fields, where those have other names than parameters."""
+    try:
+        yield
+    except RequestError as error:
+        field = request.field_of(error.field)
+        if field == error.field:
             raise
-        if params.max_tokens > room:
-            raise RequestError(
-                f"{field} is {params.max_tokens}, but the prompt of {prompt_len} tokens leaves "
-                f"{room} of the context of {self.max_model_len}",
-                field=field,
-            )
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        return params
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        stops = frozenset(params.stop_token_ids)
-        if params.ignore_eos:
-            return stops
-        return stops | (
-            self.defaults.eos_ids if self.tokenizer is None else self.tokenizer.stop_token_ids
-        )
-
-    def _prompts(self, prompt: Any) -> list[list[int]]:
-        """The prompts as ids: of one text, several, one list of ids, or several."""
-        if isinstance(prompt, str) or (
-            isinstance(prompt, list) and prompt and not isinstance(prompt[0], str | list)
-        ):
-            return [self._prompt(prompt, "prompt")]
-        if not isinstance(prompt, list):
-            raise RequestError("prompt must be text, token ids, or a list of these", field="prompt")
-        if not prompt:
-            raise RequestError("prompt is empty", field="prompt")
-        self.limits.check_count("prompt", prompt, self.limits.prompts)
-        return [self._prompt(item, f"prompt[{at}]") for at, item in enumerate(prompt)]
-
-    def _prompt(self, prompt: Any, name: str) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise _no_tokenizer("text", "prompt")
-            if self.tokenizer.min_tokens(prompt) >= self.max_model_len:
-                raise RequestError(
-                    f"{name} fills the context of {self.max_model_len} tokens", field="prompt"
-                )
-            prompt_ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, list):
-            prompt_ids = prompt
-            self._check_ids("prompt", prompt_ids)
-        else:
-            raise RequestError(f"{name} must be text or a list of token ids", field="prompt")
-        if not prompt_ids:
-            raise RequestError(f"{name} is empty", field="prompt")
-        return prompt_ids
-
-    def _check_ids(self, field: str, token_ids: Sequence[Any]) -> None:
-        vocab_size = self.worker.generator.vocab_size
-        for token_id in token_ids:
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"{field}: {show(token_id)} is not a token id in 0..{vocab_size - 1}",
-                    field=field,
-                )
-
-
-def unknown_model(name: str) -> Problem:
-    """The answer to a request for a model that is not served."""
-    return Problem(
-        404,
-        f"the model {name!r:.200} is not served here: see /v1/models",
-        kind="not_found_error",
-        code="model_not_found",
-        param="model",
-    )
-
-
-def _no_tokenizer(what: str, field: str) -> RequestError:
-    return RequestError(
-        f"{what} cannot be served: the checkpoint has no tokenizer files (tiktoken.model, "
-        "tokenizer_config.json). Send token ids to /v1/completions",
-        field=field,
-    )
+        message = str(error)
+        if error.field is not None and field is not None and error.field != "prompt":
+            message = message.replace(error.field, field, 1)
+        raise RequestError(message, field=field) from None

@@ -47,3 +47,8 @@ def merge_attention(a, b):
 def matmul_precision(dtype) -> jax.lax.Precision:
     """True float32 products for float32 operands; TF32 would flip experts."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def widen(rows: Float[Array, "*shape"], scale: Float[Array, ""] | None) -> Float[Array, "*shape"]:
+    """Cached rows as they were before they were stored: float8 rows times their scale, float32."""
+    return rows if scale is None else rows.astype(jnp.float32) * scale

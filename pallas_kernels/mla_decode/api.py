@@ -15,12 +15,14 @@ def mla_decode(
     *,
     scale: float,
     value_dim: int,
+    pool_scale: Float[Array, ""] | None = None,
     implementation: dispatch.Implementation = None,
 ) -> Float[Array, "B N V"]:
     """Softmax attention of absorbed queries over the latent cache, one KV head for all heads.
 
     out[b, n] = sum_s softmax_s(scale * q[b, n] . c[b, s]) c[b, s, :value_dim], s < seq_lens[b],
-    where c[b, s] = pool[layer, page_table[b, s // page], s % page].
+    where c[b, s] = pool[layer, page_table[b, s // page], s % page], times pool_scale where it is
+    given (float8 pools).
 
     Rows with seq_lens == 0 (padding) return zeros. Entries of page_table past the end of a
     sequence are not read. Accumulates in float32, returns q.dtype. Absorption of the up-projections
@@ -36,4 +38,5 @@ def mla_decode(
         seq_lens,
         scale=scale,
         value_dim=value_dim,
+        pool_scale=pool_scale,
     )

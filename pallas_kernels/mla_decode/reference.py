@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common.attention import masked_attention, matmul_precision
+from pallas_kernels.common.attention import masked_attention, matmul_precision, widen
 
 
 def mla_decode(
@@ -14,6 +14,7 @@ def mla_decode(
     seq_lens: Int[Array, " B"],
     scale: float,
     value_dim: int,
+    pool_scale: Float[Array, ""] | None = None,
 ) -> Float[Array, "B N V"]:
     """See api.mla_decode."""
     batch, _, width = q.shape
@@ -22,7 +23,8 @@ def mla_decode(
     inside = position < seq_lens[:, None]
     used = inside.reshape(batch, num_pages, page)[..., 0]
     keys = pool[layer, jnp.where(used, page_table, 0)].reshape(batch, num_pages * page, width)
-    keys = jnp.where(inside[..., None], keys, jnp.zeros((), keys.dtype)).astype(q.dtype)
+    keys = jnp.where(inside[..., None], keys, jnp.zeros((), keys.dtype))
+    keys = widen(keys, pool_scale).astype(q.dtype)
     scores = scale * jnp.einsum(
         "bnr,bsr->bns",
         q,

@@ -4,7 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common.attention import masked_attention, matmul_precision, merge_attention
+from pallas_kernels.common.attention import (
+    masked_attention,
+    matmul_precision,
+    merge_attention,
+    widen,
+)
 
 TOKENS_PER_STEP = 512
 
@@ -17,6 +22,7 @@ def mla_decode(
     seq_lens: Int[Array, " B"],
     scale: float,
     value_dim: int,
+    pool_scale: Float[Array, ""] | None = None,
 ) -> Float[Array, "B N V"]:
     """See api.mla_decode."""
     batch, heads, width = q.shape
@@ -32,7 +38,8 @@ def mla_decode(
         ids = jax.lax.dynamic_slice_in_dim(table, i * span, span, axis=1)
         ids = jnp.where(inside.reshape(batch, span, page)[..., 0], ids, 0)
         keys = pool[layer, ids].reshape(batch, span * page, width)
-        keys = jnp.where(inside[..., None], keys, jnp.zeros((), keys.dtype)).astype(q.dtype)
+        keys = jnp.where(inside[..., None], keys, jnp.zeros((), keys.dtype))
+        keys = widen(keys, pool_scale).astype(q.dtype)
         scores = scale * jnp.einsum(
             "bnr,bsr->bns",
             q,

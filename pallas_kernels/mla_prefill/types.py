@@ -12,7 +12,8 @@ class LatentContext:
     """Cached latents of earlier tokens, and the weights that expand them to keys and values.
 
     The first R_kv columns of a cached row are the normed latent, the rest is the shared key part.
-    Only the first `lens[b]` tokens of sequence b are read.
+    Only the first `lens[b]` tokens of sequence b are read. scale: what the rows of this layer are
+    multiplied by when they are read (float8 pools).
     """
 
     pool: Float[Array, "L P page R"]
@@ -21,3 +22,4 @@ class LatentContext:
     lens: Int[Array, " B"]
     k_up: Float[Array, "N K_nope R_kv"]
     v_up: Float[Array, "N V R_kv"]
+    scale: Float[Array, ""] | None = None

@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.common.attention import masked_attention, matmul_precision, merge_attention
+from pallas_kernels.common.attention import (
+    masked_attention,
+    matmul_precision,
+    merge_attention,
+    widen,
+)
 from pallas_kernels.common.segments import ChunkGrid, Segments
 from pallas_kernels.mla_prefill.types import LatentContext
 
@@ -81,7 +86,8 @@ def _over_context(q, segments: Segments, context: LatentContext, scale):
         ids = jax.lax.dynamic_slice_in_dim(table, i * span, span, axis=1)
         ids = jnp.where(inside.reshape(batch, span, page)[..., 0], ids, 0)
         rows = context.pool[context.layer, ids].reshape(batch, span * page, width)
-        rows = jnp.where(inside[..., None], rows, jnp.zeros((), rows.dtype)).astype(q.dtype)
+        rows = widen(jnp.where(inside[..., None], rows, jnp.zeros((), rows.dtype)), context.scale)
+        rows = rows.astype(q.dtype)
         latent, shared = rows[..., :rank], rows[..., rank:]
         nope = _product("bsr,nkr->bnsk", latent, context.k_up).astype(q.dtype)
         shared = jnp.broadcast_to(shared[:, None], (batch, heads, *shared.shape[1:]))

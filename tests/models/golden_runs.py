@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 
 from k3jax import K3Config, K3Model, generation
-from k3jax.engine.sampling import SamplingArrays
 from k3jax.models.k3 import CAPTURES
 from tests.oracle.k3_numpy import K3
 
@@ -139,9 +138,9 @@ class Run:
         graphdef, state = nnx.split(self.model)
         batch = len(self.lengths)
         cache = generation.new_cache(self.model, batch, self.ids.shape[1] + self.longest_answer)
-        sampling = SamplingArrays.pack([generation.GREEDY] * batch)
+        vocab_size = self.model.config.vocab_size
+        sampling = generation.sampling_state([generation.GREEDY] * batch, self.ids, vocab_size)
         left = jnp.full((batch,), self.longest_answer, jnp.int32)
-        stops = np.full((batch, 1), -1, np.int32)
         start = 0
         for cut in cuts:
             assert 0 < cut - start <= CHUNK
@@ -150,7 +149,7 @@ class Run:
             new = np.clip(self.lengths - start, 0, cut - start).astype(np.int32)
             context = np.minimum(self.lengths, start).astype(np.int32)
             progress, logits = generation.prefill(
-                graphdef, state, cache, piece, new, context, left, sampling, stops, None
+                graphdef, state, cache, piece, new, context, left, sampling, None
             )
             yield cut, progress.cache, logits
             cache, start = progress.cache, cut
@@ -164,8 +163,8 @@ def run(name: str, dtype: str = "float32") -> Run:
 
 def cached_latents(cache, layer: int, row: int, length: int) -> np.ndarray:
     """MLA rows [length, R + R_rope] of sequence `row`, which owns the row-th run of pages."""
-    pages, batch = cache.mla.shape[1], cache.kda.state.shape[1]
-    mine = cache.mla[layer].reshape(batch, pages // batch * cache.mla.shape[2], -1)
+    pages, batch = cache.mla.pool.shape[1], cache.kda.state.shape[1]
+    mine = cache.mla.pool[layer].reshape(batch, pages // batch * cache.mla.pool.shape[2], -1)
     return np.asarray(mine[row, :length])
 
 
@@ -208,4 +207,4 @@ def check_bfloat16() -> None:
 
     cache = shared.greedy.cache
     assert cache.kda.state.dtype == np.float32
-    assert cache.mla.dtype == cache.kda.conv_q.dtype == shared.model.dtype == "bfloat16"
+    assert cache.mla.pool.dtype == cache.kda.conv_q.dtype == shared.model.dtype == "bfloat16"

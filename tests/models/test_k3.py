@@ -16,9 +16,8 @@ from k3jax.checkpoint import names
 from k3jax.checkpoint.tiny import random_model
 from k3jax.distributed.mesh import make_mesh
 from k3jax.distributed.sharding import RULES
-from k3jax.engine.sampling import SamplingArrays
 from k3jax.errors import ConfigError, RequestError
-from k3jax.models.cache import Batch, Checkpoints, allocate_cache
+from k3jax.models.cache import Batch, Checkpoints, PrefillRows, allocate_cache
 from k3jax.models.k3 import CAPTURES
 from pallas_kernels.common.segments import Segments
 from tests.micro import MICRO, MICRO_KIMI_LINEAR
@@ -344,7 +343,7 @@ def test_tensor_parallel(comparisons, micro_greedy):
     np.testing.assert_array_equal(output.token_ids, micro_greedy.token_ids)
     within(3e-4, logits=(output.logits, micro_greedy.logits))
     within(1e-4, state=(output.cache.kda.state, micro_greedy.cache.kda.state))
-    within(3e-4, rows=(output.cache.mla, micro_greedy.cache.mla))
+    within(3e-4, rows=(output.cache.mla.pool, micro_greedy.cache.mla.pool))
     half = output.cache.kda.state.addressable_shards[0].data.shape
     assert half == (1, 3, 2, 8, 8)
 
@@ -423,14 +422,14 @@ def test_two_models_in_one_process(comparisons, micro_greedy):
 def decode_jaxpr(model: K3Model) -> str:
     graphdef, state = nnx.split(model)
     one = jnp.ones(3, jnp.int32)
-    progress = generation.Progress(generation.new_cache(model, 3, 22), one, one, one)
+    params = SamplingParams(temperature=np.float64(0.7), top_p=0.9)
+    sampling = generation.sampling_state([params] * 3, [[1]] * 3, model.config.vocab_size)
+    progress = generation.Progress(generation.new_cache(model, 3, 22), one, one, one, sampling)
     return str(
         generation.decode.trace(
             graphdef,
             state,
             progress,
-            SamplingArrays.pack([SamplingParams(temperature=np.float64(0.7), top_p=0.9)] * 3),
-            np.full((3, 1), -1, np.int32),
             jnp.int32(4),
             capacity=STEPS - 1,
             keep_logits=True,
@@ -510,14 +509,14 @@ def test_checkpoints_inside_a_prefill():
     def run(length, checkpoints=None):
         cache = allocate_cache(MICRO, num_slots=4, num_pages=3, page_size=64, dtype=jnp.float32)
         lens = jnp.asarray([length], jnp.int32)
-        batch = Batch(
+        rows = PrefillRows(
             Segments.rectangle(1, 150, lens),
             slots=jnp.asarray([1], jnp.int32),
             page_table=table,
             checkpoints=checkpoints,
         )
         return jax.jit(lambda batch, cache: model.step(jnp.asarray(tokens), batch, cache)[1])(
-            batch, cache
+            Batch(prefill=rows), cache
         ).kda
 
     wanted = Checkpoints(*(jnp.asarray(x, jnp.int32) for x in ((0, 0), (64, 128), (2, 3))))

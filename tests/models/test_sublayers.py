@@ -9,7 +9,7 @@ import pytest
 
 from k3jax.config import K3Config, LinearAttentionConfig
 from k3jax.models.attn_res import AttnRes
-from k3jax.models.cache import Batch
+from k3jax.models.cache import Batch, DecodeRows, LatentCache, PrefillRows
 from k3jax.models.kda import KDA
 from k3jax.models.mla import MLA
 from k3jax.models.moe import LatentMoE
@@ -67,6 +67,13 @@ def vector(*values):
     return jnp.asarray(values, jnp.int32)
 
 
+def active(*values):
+    return jnp.asarray(values, bool)
+
+
+NO_PAGES = jnp.zeros((2, 1), jnp.int32)
+
+
 # MLA.
 
 MLA_CASES = ["qlora_gated", "noqlora_ungated", "qlora_gated_h6"]
@@ -97,8 +104,9 @@ def mla(path, case):
     @functools.partial(jax.jit, static_argnames="keeps")
     def run(x, batch, pool, keeps=True):
         taps = Taps()
-        y, pool = module(x, batch, pool if keeps else None, 1, taps)
-        return y, pool, dict(taps)
+        cache = LatentCache(pool, jnp.ones(2, jnp.float32)) if keeps else None
+        y, cache = module(x, batch, cache, 1, taps)
+        return y, cache.pool if keeps else None, dict(taps)
 
     return z, run
 
@@ -116,15 +124,15 @@ def check_mla(path, case):
     tokens = z["x"].shape[1]
     latent = np.concatenate([z["c_kv"], z["k_rot"]], axis=-1)
 
-    y, _, taps = run(rows(z["x"]), Batch(Segments.rectangle(2, tokens)), None, keeps=False)
+    y, _, taps = run(
+        rows(z["x"]), Batch(prefill=PrefillRows(Segments.rectangle(2, tokens))), None, keeps=False
+    )
     assert_close(y, rows(z["y"]), LIMIT, "prefill")
     assert_close(taps["mla_latent"], rows(latent), LIMIT, "latent")
 
     pool, table = mla_pool(z, tokens)
     for t in range(tokens):
-        one = Batch(
-            Segments(vector(0, 1), vector(1, 1)), vector(t, t), page_table=table, is_decode=True
-        )
+        one = Batch(DecodeRows(vector(t, t), active(1, 1), table))
         y, pool, _ = run(jnp.asarray(z["x"][:, t]), one, pool)
         assert_close(y, z["y"][:, t], LIMIT, f"decode {t}")
     cached = pool[1, table].reshape(2, -1, pool.shape[-1])
@@ -146,7 +154,7 @@ def test_mla_in_pieces(golden):
 
     def prefill(pool, done, lens):
         segments = Segments(vector(0, lens[0]), vector(*lens))
-        batch = Batch(segments, vector(*done), page_table=table)
+        batch = Batch(prefill=PrefillRows(segments, vector(*done), page_table=table))
         x = np.full((20, 64), np.nan, np.float32)  # padded with poison
         x[: sum(lens)] = np.concatenate([z["x"][b, done[b] :][: lens[b]] for b in (0, 1)])
         y, pool, _ = run(jnp.asarray(x), batch, pool)
@@ -156,14 +164,10 @@ def test_mla_in_pieces(golden):
 
     pool = prefill(pool, (0, 0), (7, 9))
     pool = prefill(pool, (7, 9), (11, 8))
-    batch = Batch(
-        Segments(vector(0, 1), vector(0, 1)), vector(18, 17), page_table=table, is_decode=True
-    )
+    batch = Batch(DecodeRows(vector(18, 17), active(0, 1), table))
     y, pool, _ = run(jnp.asarray(z["x"][[0, 1], [18, 17]]), batch, pool)
     outputs[1, 17] = y[1]
-    batch = Batch(
-        Segments(vector(0, 1), vector(1, 1)), vector(18, 18), page_table=table, is_decode=True
-    )
+    batch = Batch(DecodeRows(vector(18, 18), active(1, 1), table))
     y, pool, _ = run(jnp.asarray(z["x"][:, 18]), batch, pool)
     outputs[:, 18] = y
     assert_close(outputs, z["y"], LIMIT)
@@ -201,11 +205,13 @@ def check_kda(path, cut):
     z, _, run = kda(path)
     tokens, slots = z["x"].shape[1], vector(2, 0)
     segments = Segments.rectangle(2, tokens, vector(cut, cut))
-    y, cache = run(rows(z["x"]), Batch(segments, vector(0, 0), slots), kda_cache())
+    y, cache = run(
+        rows(z["x"]), Batch(prefill=PrefillRows(segments, vector(0, 0), slots)), kda_cache()
+    )
     y = y.reshape(2, tokens, -1)
     assert_close(y[:, :cut], z["y"][:, :cut], CHUNKED, "prefill")
     for t in range(cut, tokens):
-        batch = Batch(Segments(vector(0, 1), vector(1, 1)), vector(t, t), slots, is_decode=True)
+        batch = Batch(DecodeRows(vector(t, t), active(1, 1), NO_PAGES, slots))
         y, cache = run(jnp.asarray(z["x"][:, t]), batch, cache)
         assert_close(y, z["y"][:, t], CHUNKED, f"decode {t}")
     check_kda_memory(z, cache, slots, CHUNKED)
@@ -226,7 +232,9 @@ def test_kda_in_two_prefills(golden):
         x = np.full((2, 75, 64), np.nan, np.float32)
         x[:, :count] = z["x"][:, done : done + count]
         segments = Segments.rectangle(2, 75, vector(count, count))
-        y, cache = run(rows(x), Batch(segments, vector(done, done), slots), cache)
+        y, cache = run(
+            rows(x), Batch(prefill=PrefillRows(segments, vector(done, done), slots)), cache
+        )
         outputs.append(y.reshape(2, 75, -1)[:, :count])
         done += count
     assert_close(np.concatenate(outputs, axis=1), z["y"], CHUNKED)

@@ -2,20 +2,20 @@
 
 import contextlib
 import json
-import random
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from k3jax.chat.tokenizer import load_tokenizer
-from k3jax.serve import server
+from k3jax.engine.inputs import GenerationDefaults
+from k3jax.serve import app, server
 from k3jax.serve.limits import Limits
-from k3jax.serve.service import GenerationDefaults
 from tests.chat.vocabulary import write_tokenizer
-from tests.serve.scripted import TINY, ScriptedModel, ids_of, serving, wait_until
+from tests.serve.scripted import TINY, ScriptedEngine, ids_of, serving, wait_until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ANSWER = ids_of(
@@ -77,8 +77,8 @@ def test_chat(plain):
     assert choice["message"]["reasoning"] == "Two and two."
     assert "tool_calls" not in choice["message"]
     usage = response["usage"]
-    assert usage["prompt_tokens"] == len(plain.model.prompts[-1])
-    assert usage["completion_tokens"] == len(plain.model.answer)
+    assert usage["prompt_tokens"] == len(plain.engine.prompts[-1])
+    assert usage["completion_tokens"] == len(plain.engine.answer)
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     reasoning_tokens = usage["completion_tokens_details"]["reasoning_tokens"]
     assert reasoning_tokens == len(TINY.encode("Two and two."))
@@ -86,7 +86,7 @@ def test_chat(plain):
 
 def test_chat_prompt_is_rendered(plain):
     plain.chat(messages=[{"role": "user", "content": "<|end_of_msg|>"}], reasoning_effort="low")
-    prompt = plain.model.prompts[-1]
+    prompt = plain.engine.prompts[-1]
     text = TINY.decode(prompt)
     assert "thinking_effort=low" in text and text.endswith("<|open|>think<|sep|>")
     assert prompt.count(TINY.special_ids["<|end_of_msg|>"]) == 2
@@ -124,7 +124,7 @@ def test_chat_stream(plain):
     ids=lambda fields: "-".join(fields) or "default",
 )
 def test_a_stream_says_the_same_as_the_whole(scripted, fields, step):
-    scripted.model.answer, scripted.model.step = ANSWER, step
+    scripted.engine.answer, scripted.engine.step_tokens = ANSWER, step
     whole = scripted.chat(**fields).json()
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
     chunks = scripted.events(CHAT, body | {"stream_options": {"include_usage": True}})
@@ -139,7 +139,7 @@ def test_a_stream_says_the_same_as_the_whole(scripted, fields, step):
 
 def test_split_into_channels_does_not_depend_on_options(scripted):
     """Whatever ends the generation, the terminator is in no text."""
-    scripted.model.answer = ANSWER
+    scripted.engine.answer = ANSWER
     for fields in ({}, {"ignore_eos": True, "max_tokens": 80}, {"skip_special_tokens": False}):
         message = scripted.chat(**fields).json()["choices"][0]["message"]
         assert message["content"] == "One END two 漢"
@@ -147,7 +147,7 @@ def test_split_into_channels_does_not_depend_on_options(scripted):
 
 
 def test_stop_strings_apply_to_the_answer_only(scripted):
-    scripted.model.answer = ANSWER
+    scripted.engine.answer = ANSWER
     choice = scripted.chat(stop=["END"]).json()["choices"][0]
     assert choice["message"]["reasoning_content"] == "Hm, END."
     assert choice["message"]["content"] == "One "
@@ -158,7 +158,7 @@ def test_stop_strings_apply_to_the_answer_only(scripted):
 def test_no_half_character_at_the_end_of_a_budget(scripted, max_tokens):
     bytes_of_text = list("漢👍é".encode())
     answer = [*ids_of("t⟦close⟧think⟦sep⟧⟦open⟧response⟦sep⟧"), *bytes_of_text]
-    scripted.model.answer = answer
+    scripted.engine.answer = answer
     skip = len(answer) - len(bytes_of_text)
     choice = scripted.chat(max_tokens=skip + min(max_tokens, 9)).json()["choices"][0]
     content = choice["message"]["content"]
@@ -167,7 +167,7 @@ def test_no_half_character_at_the_end_of_a_budget(scripted, max_tokens):
 
 
 def test_continue_final_message(scripted):
-    scripted.model.answer = ids_of(" is 4.⟦close⟧response⟦sep⟧⟦end_of_msg⟧")
+    scripted.engine.answer = ids_of(" is 4.⟦close⟧response⟦sep⟧⟦end_of_msg⟧")
     last = {"role": "assistant", "content": "The answer", "reasoning_content": "r"}
     response = scripted.chat(
         messages=[{"role": "user", "content": "q"}, last], continue_final_message=True
@@ -178,7 +178,7 @@ def test_continue_final_message(scripted):
 def test_token_ids_on_request(plain):
     fields = {"return_token_ids": True, "temperature": 0}
     whole = plain.chat(**fields).json()
-    prompt, answer = plain.model.prompts[-1], plain.model.answer
+    prompt, answer = plain.engine.prompts[-1], plain.engine.answer
     assert whole["prompt_token_ids"] == prompt
     assert whole["choices"][0]["token_ids"] == answer
     chunks = plain.events(CHAT, {"messages": [{"role": "user", "content": "hi"}], **fields})
@@ -194,9 +194,9 @@ def test_completion_of_every_kind_of_prompt(plain, prompt):
     response = plain.complete(prompt=prompt, max_tokens=4).json()
     assert response["object"] == "text_completion"
     (choice,) = response["choices"]
-    assert choice["text"] == TINY.decode(plain.model.answer[:4])
+    assert choice["text"] == TINY.decode(plain.engine.answer[:4])
     assert choice["finish_reason"] == "length"
-    assert plain.model.prompts[-1] == TINY.encode("hi") if prompt != [104, 105] else True
+    assert plain.engine.prompts[-1] == TINY.encode("hi") if prompt != [104, 105] else True
     assert response["usage"]["completion_tokens"] == 4
 
 
@@ -204,7 +204,7 @@ def test_completion_of_several_prompts(plain):
     prompts = ["one", "two", "three"]
     whole = plain.complete(prompt=prompts, max_tokens=5).json()
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
-    assert plain.model.prompts[-3:] == [TINY.encode(text) for text in prompts]
+    assert plain.engine.prompts[-3:] == [TINY.encode(text) for text in prompts]
     chunks = plain.events(
         COMPLETIONS,
         {"prompt": prompts, "max_tokens": 5, "stream_options": {"include_usage": True}},
@@ -218,11 +218,11 @@ def test_completion_of_several_prompts(plain):
 
 def test_completion_text_is_ordinary(plain):
     plain.complete(prompt="<|end_of_msg|>", max_tokens=1)
-    assert max(plain.model.prompts[-1]) < TINY.n_base
+    assert max(plain.engine.prompts[-1]) < TINY.n_base
 
 
 def test_completion_shows_control_tokens_as_asked(scripted):
-    scripted.model.answer = ids_of("a⟦media_pad⟧b⟦sep⟧c⟦end_of_msg⟧")
+    scripted.engine.answer = ids_of("a⟦media_pad⟧b⟦sep⟧c⟦end_of_msg⟧")
     assert scripted.complete().json()["choices"][0]["text"] == "ab<|sep|>c"
     shown = scripted.complete(skip_special_tokens=False).json()["choices"][0]["text"]
     assert shown == "a<|media_pad|>b<|sep|>c"
@@ -230,7 +230,7 @@ def test_completion_shows_control_tokens_as_asked(scripted):
 
 @pytest.mark.parametrize("step", [1, 3, 50])
 def test_completion_stops(scripted, step):
-    scripted.model.answer, scripted.model.step = ids_of("one two three four"), step
+    scripted.engine.answer, scripted.engine.step_tokens = ids_of("one two three four"), step
 
     def ends(**fields):
         whole = scripted.complete(max_tokens=100, **fields).json()
@@ -246,7 +246,7 @@ def test_completion_stops(scripted, step):
     assert ends(stop="three") == ("one two ", "stop", "three")
     (stop_id,) = TINY.encode("w")
     text, *reasons = ends(stop_token_ids=[stop_id])
-    assert text == TINY.decode(scripted.model.answer[: scripted.model.answer.index(stop_id)])
+    assert text == TINY.decode(scripted.engine.answer[: scripted.engine.answer.index(stop_id)])
     assert reasons == ["stop", stop_id]
 
 
@@ -257,19 +257,15 @@ def test_continuous_usage(plain):
     assert counts == sorted(counts) and counts[-1] == 16
 
 
-def test_defaults_and_seeds():
+def test_defaults():
     defaults = GenerationDefaults({"temperature": 0.25, "top_p": 0.5})
-    with serving(ScriptedModel(), defaults=defaults, seeds=random.Random(7)) as running:
+    with serving(ScriptedEngine(), defaults=defaults) as running:
         running.complete()
         running.complete(temperature=1.5, seed=3)
-        first, second = running.model.params
+        first, second = running.engine.params
         assert (first.temperature, first.top_p, first.max_tokens) == (0.25, 0.5, 16)
         assert (second.temperature, second.top_p, second.seed) == (1.5, 0.5, 3)
-    with serving(ScriptedModel(), seeds=random.Random(7)) as again:
-        again.complete()
-        again.complete()
-        assert again.model.params[0].seed == first.seed
-        assert again.model.params[1].seed != first.seed
+        assert first.seed is None  # the engine draws one
 
 
 # ---- checkpoints without K3's tokenizer
@@ -277,7 +273,7 @@ def test_defaults_and_seeds():
 
 def test_token_ids_only():
     defaults = GenerationDefaults(eos_ids=frozenset({9}))
-    with serving(ScriptedModel(answer=[5, 6, 9]), tokenizer=None, defaults=defaults) as running:
+    with serving(ScriptedEngine(answer=[5, 6, 9]), tokenizer=None, defaults=defaults) as running:
         response = running.complete(prompt=[1, 2], return_token_ids=True).json()
         (choice,) = response["choices"]
         assert (choice["text"], choice["token_ids"]) == ("", [5, 6, 9])
@@ -290,7 +286,7 @@ def test_token_ids_only():
 
 def test_vocabulary_without_chat(tmp_path):
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, names={2: "<|im_end|>"}))
-    with serving(ScriptedModel(vocab_size=512), tokenizer=tokenizer) as running:
+    with serving(ScriptedEngine(vocab_size=512), tokenizer=tokenizer) as running:
         assert running.complete().json()["choices"][0]["text"] == "x" * 16
         refused = running.chat()
         assert refused.status_code == 400
@@ -347,13 +343,33 @@ BAD_FIELDS = {
     "ignore_eos": {"ignore_eos": "yes"},
     "stream": {"stream": "yes"},
     "stream_options": {"stream_options": {"include_usage": True}},
-    "n": {"n": 2},
+    "n_zero": {"n": 0},
     "n_huge": {"n": 10**9},
     "n_true": {"n": True},
     "best_of": {"best_of": 3},
-    "logit_bias": {"logit_bias": {"5": 1}},
-    "presence_penalty": {"presence_penalty": 0.5},
-    "min_tokens": {"min_tokens": 3},
+    "logit_bias_list": {"logit_bias": [5]},
+    "logit_bias_key": {"logit_bias": {"five": 1}},
+    "logit_bias_range": {"logit_bias": {"1024": 1}},
+    "logit_bias_value": {"logit_bias": {"5": "1"}},
+    "logit_bias_large": {"logit_bias": {"5": 101}},
+    "presence_penalty": {"presence_penalty": 2.5},
+    "frequency_penalty": {"frequency_penalty": "0"},
+    "repetition_penalty": {"repetition_penalty": 0},
+    "min_tokens_negative": {"min_tokens": -1},
+    "min_tokens_beyond_max_tokens": {"min_tokens": 30, "max_tokens": 20},
+    "allowed_token_ids_empty": {"allowed_token_ids": []},
+    "allowed_token_ids_range": {"allowed_token_ids": [1_024]},
+    "bad_words_text": {"bad_words": "x"},
+    "bad_words_empty": {"bad_words": [""]},
+    "bad_words_long": {"bad_words": ["漢" * 40]},
+    "prompt_logprobs_negative": {"prompt_logprobs": -1},
+    "prompt_logprobs_many": {"prompt_logprobs": 6},
+    "prompt_logprobs_true": {"prompt_logprobs": True},
+    "priority": {"priority": "high"},
+    "cache_salt_empty": {"cache_salt": ""},
+    "cache_salt_number": {"cache_salt": 5},
+    "lora_request": {"lora_request": {"lora_name": "a"}},
+    "adapter": {"adapter": "a"},
     "guided_json": {"guided_json": {"type": "object"}},
     "no_such_field": {"no_such_field": 1},
 }
@@ -387,7 +403,10 @@ BAD_COMPLETIONS = {
     "exactly_full": {"prompt": [1] * 2_000},
     "too_many": {"prompt": ["x"] * 1_000},
     "echo": {"echo": True},
-    "logprobs": {"logprobs": 0},
+    "logprobs_true": {"logprobs": True},
+    "logprobs_negative": {"logprobs": -1},
+    "logprobs_many": {"logprobs": 6},
+    "include_stop_str_in_output": {"include_stop_str_in_output": 1},
     "suffix": {"suffix": "x"},
 }
 
@@ -421,10 +440,15 @@ BAD_CHATS = {
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages",
     ),
-    "logprobs": ({"logprobs": True}, "logprobs"),
+    "logprobs": ({"logprobs": 1}, "logprobs"),
+    "top_logprobs_alone": ({"top_logprobs": 1}, "top_logprobs"),
+    "top_logprobs_negative": ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    "top_logprobs_many": ({"logprobs": True, "top_logprobs": 6}, "top_logprobs"),
+    "include_stop_str": ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
     "chat_template": ({"chat_template": "{{ x }}"}, "chat_template"),
     "prompt_field": ({"prompt": "x"}, "prompt"),
     "max_completion_tokens": ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    "beyond_the_context": ({"max_completion_tokens": 5_000}, "max_completion_tokens"),
     "deep_arguments": (
         {
             "messages": [
@@ -463,7 +487,15 @@ def test_null_is_absent(plain):
 
 
 def test_neutral_values_are_served(plain):
-    fields = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "tools": [], "user": "me"}
+    fields = {
+        "n": 1,
+        "logprobs": False,
+        "top_logprobs": 0,
+        "include_stop_str_in_output": False,
+        "presence_penalty": 0.0,
+        "tools": [],
+        "user": "me",
+    }
     fields |= {"response_format": {"type": "text"}, "tool_choice": "auto", "metadata": {"a": "b"}}
     assert plain.chat(**fields).status_code == 200
 
@@ -476,7 +508,7 @@ def test_unknown_model_and_routes(plain):
 
 
 def test_large_body():
-    with serving(ScriptedModel(), limits=Limits(body_bytes=1_000)) as running:
+    with serving(ScriptedEngine(), limits=Limits(body_bytes=1_000)) as running:
         response = running.complete(prompt="x" * 2_000)
         check_refused(running, response, "request_too_large", 413, "code")
 
@@ -498,56 +530,101 @@ def test_half_a_surrogate_pair_in_a_message_is_told(plain):
 # ---- failures, cancellation, overload, shutdown
 
 
-def test_failure_of_the_model_is_a_500_without_details(scripted):
-    scripted.model.fail_after = 0
-    for response in (scripted.complete(), scripted.complete(stream=True)):
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"prompt": ["a", "b"]}], ids=str)
+def test_a_request_that_fails_alone(scripted, fields):
+    for stream in (False, True):
+        scripted.engine.fail_after = 0
+        response = scripted.complete(stream=stream, **fields)
         assert response.status_code == 500
-        assert response.json()["error"]["type"] == "internal_server_error"
-        assert "secret" not in response.text
-    scripted.model.fail_after = None
-    assert scripted.complete().status_code == 200
+        error = response.json()["error"]
+        assert error["type"] == "internal_server_error"
+        assert error["message"] == "the numbers of the script are not finite"
+        wait_until(lambda: not scripted.engine.has_work)
+        scripted.engine.fail_after = None
+        assert scripted.complete().status_code == 200
 
 
 def test_failure_in_a_stream_is_told_in_the_stream(scripted):
-    scripted.model.fail_after = 3
-    *chunks, error = scripted.events(COMPLETIONS, {"prompt": "hi"})
-    assert len(chunks) == 3
-    assert error["error"]["type"] == "internal_server_error"
-    scripted.model.fail_after = None
+    scripted.engine.fail_after = 3
+    for path, body in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": [USER]})):
+        *chunks, error = scripted.events(path, body)
+        assert len(chunks) == 3 + (path == CHAT)
+        assert error["error"]["code"] == "generation_failed"
+        assert "not finite" in error["error"]["message"]
+    scripted.engine.fail_after = None
     assert scripted.complete().status_code == 200
 
 
+def test_a_request_that_the_engine_aborts(scripted):
+    scripted.engine.abort_after = 2
+    response = scripted.complete()
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "aborted"
+    *_, error = scripted.events(COMPLETIONS, {"prompt": "hi"})
+    assert error["error"]["code"] == "aborted"
+
+
+def test_others_go_on_when_a_request_fails():
+    engine = ScriptedEngine(step_s=0.005, fail_after=3, failing_prompt=[7])
+    with serving(engine) as running:
+        good, bad = in_threads(
+            lambda: running.complete(max_tokens=60), lambda: running.complete(prompt=[7])
+        )
+        assert (good.status_code, bad.status_code) == (200, 500)
+        assert good.json()["choices"][0]["text"] == "x" * 60
+        assert engine.most_running == 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_ends_the_generation(stream):
-    model = ScriptedModel(step_s=0.01, max_model_len=100_000)
-    with serving(model) as running:
-        fields = {"prompt": "hi", "max_tokens": 50_000, "stream": stream}
+def test_the_end_of_the_engine_is_a_500_without_details(stream):
+    with serving(ScriptedEngine(die_after=0)) as running:
+        response = running.complete(stream=stream)
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "internal_server_error"
+        assert "secret" not in response.text
+        wait_until(lambda: not running.service.engine.alive)
+        assert running.client.get("/health").status_code == 503
+        assert running.client.get("/ready").status_code == 503
+        refused = running.complete()
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_ended"
+
+
+def test_the_end_of_the_engine_in_a_stream():
+    with serving(ScriptedEngine(die_after=3)) as running:
+        *chunks, error = running.events(COMPLETIONS, {"prompt": "hi"})
+        assert len(chunks) == 3
+        assert error["error"]["type"] == "internal_server_error"
+        assert "secret" not in error["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3}], ids=str)
+def test_a_client_that_hangs_up_ends_the_generation(fields):
+    engine = ScriptedEngine(step_s=0.01, max_model_len=100_000)
+    with serving(engine) as running:
+        body = {"prompt": "hi", "max_tokens": 50_000} | fields
         for _ in range(5):
-            hang_up(running, fields, lambda: model.running)
-            wait_until(lambda: not model.running, 2.0)
-        assert model.closed_early == 5
+            hang_up(running, body, lambda: engine.running)
+            wait_until(lambda: not engine.running, 2.0)
+        assert engine.num_aborted == 5 * fields.get("n", 1)
+        assert not running.service.engine._streams
         assert running.complete().status_code == 200
 
 
 def test_a_waiting_client_that_hangs_up_is_forgotten():
-    model = ScriptedModel(step_s=0.01, max_model_len=100_000)
-    with serving(model) as running:
-        fields = {"prompt": "hi", "max_tokens": 50_000}
-        running_request = threading.Thread(
-            target=hang_up, args=(running, fields, lambda: len(model.prompts) == 2)
-        )
-        running_request.start()
-        wait_until(lambda: model.running)
-        worker = running.service.worker
-        hang_up(running, fields | {"prompt": "gone"}, lambda: len(worker._waiting) == 1)
-        wait_until(lambda: not worker._waiting, 2.0)
-        thread = threading.Thread(target=running.complete, kwargs={"max_tokens": 1})
-        thread.start()
-        wait_until(lambda: len(worker._waiting) == 1)
-        running.service.worker.cancel(worker._running)
-        thread.join(10)
-        running_request.join(10)
-        assert len(model.prompts) == 2
+    engine = ScriptedEngine(step_s=0.01, max_model_len=100_000, max_num_seqs=1)
+    with serving(engine) as running:
+        body = {"prompt": "hi", "max_tokens": 50_000}
+        has_left = threading.Event()
+        first = threading.Thread(target=hang_up, args=(running, body, has_left.is_set))
+        first.start()
+        wait_until(lambda: engine.running)
+        hang_up(running, body | {"prompt": "gone"}, lambda: engine.num_waiting == 1)
+        wait_until(lambda: not engine.num_waiting, 2.0)
+        assert len(engine.running) == 1
+        has_left.set()
+        first.join(10)
+        assert running.complete(max_tokens=2).json()["choices"][0]["text"] == "xx"
 
 
 def hang_up(running, fields, when) -> None:
@@ -560,16 +637,27 @@ def hang_up(running, fields, when) -> None:
         wait_until(when)
 
 
+def have_started(engine: ScriptedEngine, count: int) -> bool:
+    """So many requests have told of a step at least."""
+    return sum(request.num_steps > 1 for request in engine.running) == count
+
+
+def in_threads(*calls) -> list:
+    """What the calls return that are made at the same time."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
 def test_a_full_queue_is_a_429():
-    model = ScriptedModel(step_s=0.02)
-    with serving(model, max_waiting=2) as running:
+    engine = ScriptedEngine(step_s=0.02, max_num_seqs=1)
+    with serving(engine, max_waiting=2) as running:
         threads = [
             threading.Thread(target=running.complete, kwargs={"max_tokens": 20}) for _ in range(3)
         ]
         for thread in threads:
             thread.start()
             time.sleep(0.05)
-        wait_until(lambda: len(running.service.worker._waiting) == 2)
+        wait_until(lambda: engine.num_waiting == 2)
         refused = running.complete()
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
@@ -579,8 +667,24 @@ def test_a_full_queue_is_a_429():
         assert running.complete().status_code == 200
 
 
+def test_requests_run_side_by_side():
+    """A short request is answered while a long one goes on."""
+    engine = ScriptedEngine(step_s=0.005)
+    with serving(engine) as running:
+        ended = []
+
+        def ask(max_tokens: int) -> None:
+            running.complete(max_tokens=max_tokens)
+            ended.append(max_tokens)
+
+        in_threads(lambda: ask(150), lambda: ask(5))
+        assert ended == [5, 150]
+        assert engine.most_running == 2
+        assert engine.num_steps < 155
+
+
 def test_the_loop_stays_free_while_a_model_runs():
-    with serving(ScriptedModel(step_s=0.05)) as running:
+    with serving(ScriptedEngine(step_s=0.05)) as running:
         threads = [
             threading.Thread(target=running.complete, kwargs={"max_tokens": 20}),
             threading.Thread(target=running.complete, kwargs={"prompt": "^" * 900_000}),
@@ -597,7 +701,7 @@ def test_the_loop_stays_free_while_a_model_runs():
 
 def test_answers_do_not_mix():
     """Requests at the same time each get their own."""
-    with serving(ScriptedModel(answer=ANSWER, step=2), max_waiting=100) as running:
+    with serving(ScriptedEngine(answer=ANSWER, step_tokens=2), max_waiting=100) as running:
         expected = running.chat().json()["choices"][0]["message"]
         messages: list = [None] * 12
 
@@ -619,43 +723,44 @@ def test_answers_do_not_mix():
         assert messages == [expected] * 12
 
 
-def test_shutdown_ends_a_request_that_takes_too_long(monkeypatch):
+def test_shutdown_ends_requests_that_take_too_long(monkeypatch):
     monkeypatch.setattr(server, "GRACE_S", 0.3)
-    model = ScriptedModel(step_s=0.01, max_model_len=100_000)
-    lines: list[str] = []
-    with serving(model) as running:
+    engine = ScriptedEngine(step_s=0.01, max_model_len=100_000)
+    with serving(engine) as running, ThreadPoolExecutor() as pool:
 
-        def read() -> None:
+        def read() -> list[str]:
             body = {"prompt": "hi", "max_tokens": 90_000, "stream": True}
             with httpx.stream("POST", running.url + COMPLETIONS, json=body) as response:
-                lines.extend(line for line in response.iter_lines() if line)
+                return [line for line in response.iter_lines() if line]
 
-        thread = threading.Thread(target=read)
-        thread.start()
-        wait_until(lambda: model.running)
-    thread.join(10)
-    assert lines[-1] == "data: [DONE]"
-    assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
-    assert not model.running
+        reads = [pool.submit(read) for _ in range(2)]
+        wait_until(lambda: have_started(engine, 2))
+        running.stop()
+        for lines in (future.result(10) for future in reads):
+            assert lines[-1] == "data: [DONE]"
+            error = json.loads(lines[-2].removeprefix("data: "))["error"]
+            assert error["code"] == "shutting_down"
+    assert not running.service.engine.alive
 
 
-def test_shutdown_lets_the_running_request_end_and_refuses_the_others():
-    model = ScriptedModel(step_s=0.02)
-    statuses: list[int] = []
-    with serving(model) as running:
-
-        def ask() -> None:
-            statuses.append(running.complete(max_tokens=50).status_code)
-
-        threads = [threading.Thread(target=ask) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: model.running and len(running.service.worker._waiting) == 1)
-        running.service.worker.drain()
+def test_shutdown_lets_running_requests_end_and_refuses_the_others():
+    engine = ScriptedEngine(step_s=0.02, max_num_seqs=2)
+    with serving(engine) as running, ThreadPoolExecutor() as pool:
+        asked = [pool.submit(running.complete, max_tokens=50) for _ in range(3)]
+        wait_until(lambda: have_started(engine, 2) and engine.num_waiting == 1)
+        running.service.engine.drain()
         assert running.client.get("/ready").status_code == 503
         assert running.client.get("/health").status_code == 200
         assert running.complete().status_code == 503
-        for thread in threads:
-            thread.join(20)
-    assert sorted(statuses) == [200, 503]
-    assert not running.service.worker.alive
+        statuses = [future.result(20).status_code for future in asked]
+    assert sorted(statuses) == [200, 200, 503]
+    assert not running.service.engine.alive
+
+
+def test_a_silent_stream_sends_comments(monkeypatch):
+    monkeypatch.setattr(app, "KEEP_ALIVE_S", 0.05)
+    with serving(ScriptedEngine(step_s=0.3)) as running:
+        response = running.complete(stream=True, max_tokens=2)
+        assert response.text.startswith(": still working\n\n")
+        assert response.text.count(": still working\n\n") > 4
+        assert response.text.endswith("data: [DONE]\n\n")

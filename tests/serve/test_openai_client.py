@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -110,7 +111,9 @@ def test_chat_stream_equals_whole(client, model, thinking):
     reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
     message = whole.choices[0].message
     assert (content or None, reasoning or None) == (message.content, message.reasoning_content)
-    assert chunks[-1].usage == whole.usage
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens", "completion_tokens_details")
+    for name in counts:  # what is cached differs the second time
+        assert getattr(chunks[-1].usage, name) == getattr(whole.usage, name)
     finish = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
     assert [reason for reason in finish if reason] == [whole.choices[0].finish_reason]
 
@@ -125,6 +128,71 @@ def test_completion_stream_equals_whole(client, model, prompt):
             texts[choice.index] += choice.text
     assert texts == [choice.text for choice in whole.choices]
     assert all(choice.finish_reason in ("length", "stop") for choice in whole.choices)
+
+
+def test_several_answers_with_logprobs(client, model):
+    fields = {"model": model, "prompt": ["Once", "Twice"], "n": 2, "max_tokens": 6, "seed": 5}
+    response = client.completions.create(**fields, logprobs=2)
+    assert [choice.index for choice in response.choices] == [0, 1, 2, 3]
+    assert response.usage.completion_tokens <= 24
+    for choice in response.choices:
+        told = choice.logprobs
+        assert len(told.tokens) == len(told.token_logprobs) == len(told.text_offset) <= 6
+        assert all(value <= 0 for value in told.token_logprobs)
+        assert all(2 <= len(top) <= 3 for top in told.top_logprobs)
+    alone = client.completions.create(**(fields | {"prompt": "Once", "n": 1}))
+    assert alone.choices[0].text == response.choices[0].text
+
+
+def test_logprobs_of_a_chat(client, model):
+    fields = {"model": model, "messages": MESSAGES, "max_tokens": 6, "temperature": 0}
+    fields |= {"logprobs": True, "top_logprobs": 2}
+    (choice,) = client.chat.completions.create(**fields).choices
+    for entry in choice.logprobs.content:
+        assert entry.token == entry.top_logprobs[0].token  # greedy
+        assert entry.logprob == entry.top_logprobs[0].logprob <= 0
+    chunks = client.chat.completions.create(**fields, stream=True)
+    parts = [part for chunk in chunks for part in chunk.choices if part.logprobs]
+    streamed = [entry for part in parts for entry in part.logprobs.content]
+    assert [entry.token for entry in streamed] == [one.token for one in choice.logprobs.content]
+
+
+def test_prompt_logprobs_and_cached_tokens(client, model):
+    prompt = "It was a dark and stormy night. " * 20
+    fields = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0}
+
+    def ask(**extra):
+        return client.completions.create(**fields, extra_body=extra)
+
+    first = ask(cache_salt="first").usage
+    assert first.prompt_tokens_details.cached_tokens == 0
+    again = ask(cache_salt="first").usage
+    assert 0 < again.prompt_tokens_details.cached_tokens < again.prompt_tokens
+    assert ask(cache_salt="second").usage.prompt_tokens_details.cached_tokens == 0
+    told = ask(cache_salt="first", prompt_logprobs=1)  # F072: complete though it is cached
+    assert len(told.choices[0].prompt_logprobs) == told.usage.prompt_tokens
+
+
+def test_parameters_that_decide_the_text(client, model):
+    fields = {"model": model, "prompt": "Once", "max_tokens": 4, "temperature": 0}
+    forced = client.completions.create(**fields, logit_bias={"65": 100})
+    assert forced.choices[0].text == "AAAA"
+    allowed = client.completions.create(**fields, extra_body={"allowed_token_ids": [66]})
+    assert allowed.choices[0].text == "BBBB"
+    varied = client.completions.create(
+        **fields, frequency_penalty=2, extra_body={"allowed_token_ids": [65, 66, 67, 68]}
+    )
+    assert len(set(varied.choices[0].text)) > 1
+
+
+def test_requests_run_at_once(client, model):
+    def ask(seed: int) -> str:
+        fields = {"model": model, "prompt": "Once", "max_tokens": 12, "seed": seed}
+        return client.completions.create(**fields).choices[0].text
+
+    with ThreadPoolExecutor(6) as pool:
+        at_once = list(pool.map(ask, range(6)))
+    assert at_once == [ask(seed) for seed in range(6)]
 
 
 def test_stop_and_token_ids(client, model):

@@ -1,4 +1,4 @@
-"""The server as a process, around a scripted model: start, refusal to start, end."""
+"""The server as a process, around a scripted engine: start, refusal to start, end."""
 
 import contextlib
 import re
@@ -11,10 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from k3jax.engine.inputs import GenerationDefaults
 from k3jax.errors import CheckpointError, ConfigError
-from k3jax.serve.server import ModelSource, ServerConfig, make_service
-from k3jax.serve.service import GenerationDefaults
-from tests.serve.scripted import ScriptedModel
+from k3jax.flags import parse_flags
+from k3jax.serve.config import REFUSED_FLAGS, ServerConfig
+from k3jax.serve.server import ModelSource, make_service
+from tests.serve.scripted import ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "k3jax/assets/tiny-tokenizer"
@@ -23,8 +25,9 @@ PROGRAM = """
 import sys, time
 from k3jax.errors import CheckpointError
 from k3jax.flags import parse_flags
-from k3jax.serve.server import ModelSource, ServerConfig, run
-from tests.serve.scripted import ScriptedModel
+from k3jax.serve.config import REFUSED_FLAGS, ServerConfig
+from k3jax.serve.server import ModelSource, run
+from tests.serve.scripted import ScriptedEngine
 
 def load(config, path):
     if "damaged" in path:
@@ -34,10 +37,10 @@ def load(config, path):
         time.sleep(60)
     if "fault" in path:
         raise ZeroDivisionError("a fault in the program")
-    return ScriptedModel()
+    return ScriptedEngine()
 
 source = ModelSource(lambda: {tokenizer!r}, lambda path: {untrained}, load)
-sys.exit(run(parse_flags(ServerConfig, positional="model"), source))
+sys.exit(run(parse_flags(ServerConfig, positional="model", refused=REFUSED_FLAGS), source))
 """
 
 
@@ -126,21 +129,50 @@ def test_a_signal_while_loading_ends_at_once(signum):
         assert process.stderr.read() == ""
 
 
-def source(model=None) -> ModelSource:
-    return ModelSource(lambda: TOKENIZER, lambda path: False, lambda *_: model or ScriptedModel())
+def source(engine=None) -> ModelSource:
+    return ModelSource(lambda: TOKENIZER, lambda path: False, lambda *_: engine or ScriptedEngine())
 
 
 def test_tokenizer_and_model_must_fit():
     with pytest.raises(CheckpointError, match="1024 ids, the model only 160"):
-        make_service(ServerConfig(), source(ScriptedModel(vocab_size=160)))
+        make_service(ServerConfig(), source(ScriptedEngine(vocab_size=160)))
 
 
 def test_a_folder_without_tokenizer_serves_token_ids(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5, "top_p": 0.95}')
     service = make_service(ServerConfig(str(tmp_path)), source())
-    assert service.tokenizer is None
-    assert service.defaults == GenerationDefaults({"top_p": 0.95}, frozenset({5}))
-    service.worker.close()
+    assert service.inputs.tokenizer is None
+    assert service.inputs.defaults == GenerationDefaults({"top_p": 0.95}, frozenset({5}))
+    service.engine.close()
+
+
+def test_generation_config(tmp_path):
+    for name, top_p in (("checkpoint", 0.9), ("other", 0.8), ("none", None)):
+        folder = tmp_path / name
+        folder.mkdir()
+        if top_p is not None:
+            text = f'{{"eos_token_id": 5, "top_p": {top_p}}}'
+            (folder / "generation_config.json").write_text(text)
+
+    def defaults(value: str) -> GenerationDefaults:
+        config = ServerConfig(str(tmp_path / "checkpoint"), generation_config=value)
+        service = make_service(config, source())
+        service.engine.close()
+        return service.inputs.defaults
+
+    assert defaults("auto") == GenerationDefaults({"top_p": 0.9}, frozenset({5}))
+    assert defaults("vllm") == GenerationDefaults({}, frozenset({5}))
+    assert defaults(str(tmp_path / "other")).sampling == {"top_p": 0.8}
+    with pytest.raises(ConfigError, match="--generation-config"):
+        defaults(str(tmp_path / "none"))
+
+
+def test_tokenizer_of_another_folder(tmp_path):
+    service = make_service(ServerConfig(str(tmp_path), tokenizer=str(TOKENIZER)), source())
+    assert service.inputs.tokenizer is not None
+    service.engine.close()
+    with pytest.raises(CheckpointError):
+        make_service(ServerConfig(tokenizer=str(tmp_path)), source())
 
 
 @pytest.mark.parametrize(
@@ -152,7 +184,71 @@ def test_damaged_generation_config(tmp_path, content):
         GenerationDefaults.read(tmp_path)
 
 
-@pytest.mark.parametrize("fields", [{"port": -1}, {"max_model_len": 1}, {"max_waiting": -1}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"port": -1},
+        {"max_model_len": 1},
+        {"max_waiting": 0},
+        {"tensor_parallel_size": 0},
+        {"model": ""},
+        {"tokenizer": ""},
+        {"generation_config": ""},
+        {"block_size": 0},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
 def test_flags_out_of_range(fields):
     with pytest.raises(ConfigError, match=f"--{next(iter(fields)).replace('_', '-')}"):
         ServerConfig(**fields)
+
+
+def parse(*argv: str) -> ServerConfig:
+    return parse_flags(ServerConfig, argv, positional="model", refused=REFUSED_FLAGS)
+
+
+def test_flags_of_vllm():
+    config = parse("k3", "-tp", "2", "--max-num-seqs", "16", "--no-enable-prefix-caching")
+    assert (config.model, config.tensor_parallel_size, config.max_num_seqs) == ("k3", 2, 16)
+    assert not config.enable_prefix_caching
+    assert parse("--tensor-parallel-size", "2", "k3").tensor_parallel_size == 2
+    assert parse("k3", "--trust-remote-code", "--disable-log-requests").model == "k3"
+
+
+REFUSED = {
+    "lora": (["--enable-lora"], "--enable-lora: LoRA is not supported yet"),
+    "lora_modules": (["--lora-modules", "a=b", "c=d"], "--lora-modules: LoRA"),
+    "template": (["k3", "--chat-template", "x"], "--chat-template: the prompts of K3"),
+    "negated": (["--no-enable-chunked-prefill"], "--no-enable-chunked-prefill: it is always on"),
+    "underscores": (["--speculative_config={}"], "--speculative_config: speculative decoding"),
+    "short": (["-dp", "2"], "-dp: only --tensor-parallel-size"),
+    "unknown": (["--max-num-seq", "3"], "unknown flag --max-num-seq, did you mean --max-num-seqs?"),
+}
+
+
+@pytest.mark.parametrize("argv, message", REFUSED.values(), ids=REFUSED.keys())
+def test_flags_that_are_refused(capsys, argv, message):
+    with pytest.raises(SystemExit) as ended:
+        parse(*argv)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+def test_no_flag_is_both_served_and_refused():
+    fields = ServerConfig.__dataclass_fields__
+    assert not {f"--{name.replace('_', '-')}" for name in fields} & REFUSED_FLAGS.keys()
+
+
+def test_help_tells_every_flag_and_its_default(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    for told in (
+        "pages of the MLA cache (default: what memory allows)",
+        "an fp8 cache (default: 1 for all)",
+        "what requests get that ask for logprobs (default: raw_logprobs)",
+        "generation_config.json (default: auto)",
+        "-tp INT, --tensor-parallel-size INT devices that share the model (default: 1)",
+    ):
+        assert told in text
