@@ -105,6 +105,9 @@ class LatentMoE(nnx.Module):
             scaling_factor=self.scaling_factor,
         )
         tap("router", lambda: (ids, weights))
+        implementation = self.implementation
+        if implementation is None and ids.size > 2 * self.gate.weight.shape[0]:
+            implementation = "sorted_loop"  # gathered, most experts would be decoded several times
         z = self.routed_expert_down_proj(x) if self.has_latent else x
         routed = moe_experts(
             z,
@@ -112,7 +115,7 @@ class LatentMoE(nnx.Module):
             weights,
             self.experts.weights(),
             self.activation,
-            implementation=self.implementation,
+            implementation=implementation,
         )
         # The norm is not linear: partial sums of the devices meet before it.
         routed = collectives.all_reduce(routed, "tp").astype(x.dtype)
