@@ -230,8 +230,12 @@ class AsyncEngine:
                 else:
                     answer.set_exception(error)
 
+        def tell(result: Any, error: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(set_result, result, error)
+
         def give_up(error: BaseException) -> None:
-            loop.call_soon_threadsafe(set_result, None, error)
+            tell(None, error)
 
         def run(engine: EngineLike) -> None:
             result, error = None, None
@@ -239,7 +243,7 @@ class AsyncEngine:
                 result = function(engine)
             except Exception as problem:
                 error = problem
-            loop.call_soon_threadsafe(set_result, result, error)
+            tell(result, error)
 
         with self._changed:
             if self._closed or not self.alive:
@@ -275,8 +279,7 @@ class AsyncEngine:
             for stream in self._streams:
                 stream._post(ended)
             for give_up in list(self._calls):
-                with contextlib.suppress(RuntimeError):  # its loop is closed
-                    give_up(ended)
+                give_up(ended)
 
     def _take_commands(self) -> bool:
         """Runs what came in, and waits for it while there is nothing to compute."""

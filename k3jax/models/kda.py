@@ -13,6 +13,7 @@ from k3jax.distributed import collectives
 from k3jax.models.cache import Batch, DecodeRows, PrefillRows
 from k3jax.models.layers import Linear, parameter
 from pallas_kernels.common.functions import decay_gate, gated_rms_norm, l2_normalize
+from pallas_kernels.common.pools import set_rows
 from pallas_kernels.kda_decode import KDACache, KDAWeights, kda_decode
 from pallas_kernels.kda_prefill import kda_prefill
 from pallas_kernels.short_conv import conv_tails, short_conv
@@ -191,12 +192,8 @@ class KDA(nnx.Module):
 
 def _write(cache: KDACache, rows: KDACache, layer: int, slots) -> KDACache:
     """The cache with those rows in those slots of a layer (None: row b in slot b)."""
-
-    def write(pool, value):
-        value = value.astype(pool.dtype)
-        return pool.at[layer].set(value) if slots is None else pool.at[layer, slots].set(value)
-
-    return jax.tree.map(write, cache, rows)
+    index = (layer,) if slots is None else (layer, slots)
+    return jax.tree.map(lambda pool, value: set_rows(pool, index, value), cache, rows)
 
 
 def _all_heads(x: KDACache) -> KDACache:

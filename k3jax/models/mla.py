@@ -14,6 +14,7 @@ from k3jax.distributed import collectives
 from k3jax.models.cache import Batch, DecodeRows, LatentCache, PrefillRows
 from k3jax.models.layers import Linear, RMSNorm, parameter
 from pallas_kernels.common.attention import matmul_precision
+from pallas_kernels.common.pools import set_rows
 from pallas_kernels.mla_decode import mla_decode
 from pallas_kernels.mla_prefill import LatentContext, mla_prefill
 
@@ -156,6 +157,5 @@ def _append(cache: LatentCache, row, sequence, position, is_token, table, layer)
         limit = jnp.float32(jnp.finfo(pool.dtype).max)
         # Too large saturates, but what is not finite must stay so: it is found by that.
         row = jnp.where(jnp.isfinite(row), jnp.clip(row, -limit, limit), jnp.nan)
-    row = row.astype(pool.dtype)
-    pool = pool.at[layer, page, position % pool.shape[2]].set(row, mode="drop")
+    pool = set_rows(pool, (layer, page, position % pool.shape[2]), row)
     return LatentCache(pool, cache.scale)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.functions import decay_gate, gated_rms_norm, l2_normalize
+from pallas_kernels.common.pools import set_rows
 from pallas_kernels.kda_decode.types import KDACache, KDAWeights
 from pallas_kernels.kda_prefill.reference import kda_step
 
@@ -29,8 +30,7 @@ def kda_decode(
         return pool[layer] if slots is None else pool[layer, slots]
 
     def write(pool, value):
-        value = value.astype(pool.dtype)
-        return pool.at[layer].set(value) if slots is None else pool.at[layer, slots].set(value)
+        return set_rows(pool, (layer,) if slots is None else (layer, slots), value)
 
     def convolve(x, weight, pool):
         window = jnp.concatenate([read(pool), x[:, None].astype(pool.dtype)], axis=1)

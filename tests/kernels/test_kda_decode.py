@@ -1,5 +1,6 @@
 """One KDA token a sequence: against a float64 loop over many steps, and how it uses the pools."""
 
+import dataclasses
 import functools
 
 import jax
@@ -208,6 +209,34 @@ def test_pools_keep_their_dtypes(pooled, state_dtype):
     out, after = jax.eval_shape(call, *rows, weights, narrow, layer, slots)
     assert out.dtype == after.conv_q.dtype == jnp.bfloat16
     assert after.state.dtype == state_dtype
+
+
+def test_a_narrow_state_is_widened_and_rounded(pooled):
+    """One step is that of a float32 pool with the same values, and its state is rounded."""
+    arguments, run = pooled
+    *rows, weights, cache, layer, slots = arguments
+    narrow = dataclasses.replace(cache, state=jnp.asarray(cache.state, jnp.bfloat16))
+    wide = dataclasses.replace(cache, state=narrow.state.astype(jnp.float32))
+    out, after = run(*rows, weights, narrow, layer, slots)
+    expected, exact = run(*rows, weights, wide, layer, slots)
+    assert_close(out, expected, 1e-6)
+    # Half a unit of 8 bits, and a little where the two programs straddle a rounding.
+    np.testing.assert_allclose(after.state.astype(np.float32), exact.state, rtol=2**-8, atol=1e-6)
+    np.testing.assert_array_equal(after.conv_v, exact.conv_v)
+
+
+def test_many_steps_with_a_narrow_state(tokens, weights):
+    """Rounding at every step does not add up without bound."""
+    tokens, exact = [x[:500] for x in tokens], empty_cache()
+    narrow = dataclasses.replace(exact, state=exact.state.astype(jnp.bfloat16))
+    out, states, _ = decode_all(tokens, weights, narrow)
+    expected, exact_states, _ = decode_all(tokens, weights, exact)
+    # Each step rounds by up to 2^-9, and the slow decay keeps some 40 of them: sqrt(40) 2^-9, or
+    # 0.012, as one standard deviation. The largest of all values is a few of those.
+    assert_close(states.astype(np.float32), exact_states, 0.05, "state")
+    errors = np.abs(out - expected).reshape(5, -1)
+    assert np.sqrt(np.mean(errors**2) / np.mean(expected**2)) < 0.05
+    assert errors[3:].mean() < 2 * errors[:2].mean(), "grows with the steps"
 
 
 @pytest.mark.gpu

@@ -426,6 +426,21 @@ def test_bfloat16_inputs_keep_a_float32_state(inputs):
     assert_close(o.astype(np.float32), expected, 2**-8)  # one rounding
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_bfloat16_initial_state_is_widened(inputs, implementation):
+    """Bitwise as the same values in float32: it enters every product in float32."""
+    tokens, segments = piece(inputs, 0, 70), Segments.rectangle(1, 70)
+    narrow = jnp.asarray(random_states(count=1), jnp.bfloat16)
+    wide = narrow.astype(jnp.float32)
+    got, expected = (
+        call(*tokens, state, segments, implementation=implementation)[:2]
+        for state in (narrow, wide)
+    )
+    assert got[1].dtype == jnp.float32
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_a_step_is_the_definition(inputs):
     state = random_states()[0]
     token = [x[0] for x in inputs]

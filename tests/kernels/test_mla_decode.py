@@ -109,6 +109,17 @@ def test_positions_beyond_sixteen_bits(lengths):
     assert_close(out, by_hand(q, rows), LIMIT)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_float8_rows(implementation):
+    """As the reference over rows widened beforehand, in several steps; what is unused is NaN."""
+    (q, pool, *rest), _ = paged([1280, 0, 65, 513], 64)
+    scale = np.float32(0.1)
+    narrow = jnp.asarray(pool / scale).astype(jnp.float8_e4m3fn)
+    wide = narrow.astype(jnp.float32) * scale
+    out = decode(q, narrow, *rest, pool_scale=jnp.asarray(scale), implementation=implementation)
+    assert_close(out, decode(q, wide, *rest, implementation="reference"), LIMIT)
+
+
 def test_bfloat16_in_and_out():
     arguments, rows = paged([65, 3, 700, 0], 64)
     q, pool, *rest = arguments

@@ -1,5 +1,6 @@
 """Causal attention of new tokens, over each other and over cached latents, in any split."""
 
+import dataclasses
 import functools
 
 import jax
@@ -82,10 +83,10 @@ def cache(sequences, contexts, up, page_size):
     return LatentContext(*(jnp.asarray(x) for x in arrays))
 
 
-def check(sequences, up, contexts, lens, page_size):
-    packed, segments = lay_out(sequences, contexts, lens)
+def check(sequences, up, contexts, lens, page_size, implementation=None, poison=np.nan):
+    packed, segments = lay_out(sequences, contexts, lens, poison)
     context = cache(sequences, contexts, up, page_size)
-    out = call(*packed, segments, context=context, scale=SCALE)
+    out = call(*packed, segments, context=context, scale=SCALE, implementation=implementation)
     expected = np.zeros((TOKENS, HEADS, VALUE))
     for sequence, start, context, length in zip(
         sequences, np.cumsum([0, *lens[:-1]]), contexts, lens, strict=True
@@ -113,6 +114,29 @@ def test_a_prompt_split_anywhere(sequences, up, split):
     """The second part of three prompts, each cut at another place; one has no context at all."""
     contexts = [split, 0, 160 - split]
     check(sequences, up, contexts, [min(160 - split, 60), 40, min(split, 60)], 64)
+
+
+def test_the_reference_over_context(sequences, up):
+    """It multiplies padding by a probability of zero, so there it must be finite."""
+    check(sequences, up, [70, 0, 129], [50, 40, 20], 16, "reference", poison=1e30)
+    check(sequences, up, [150, 7, 129], [0, 0, 20], 64, "reference", poison=1e30)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_float8_rows(sequences, up, implementation):
+    """As the reference over rows widened beforehand; 0.1 is not a power of two."""
+    contexts, lens, stored_by = [70, 0, 129], [50, 40, 20], np.float32(0.1)
+    packed, segments = lay_out(sequences, contexts, lens, poison=1e30)
+    wide = cache(sequences, contexts, up, 16)
+    narrow = dataclasses.replace(
+        wide,
+        pool=(wide.pool / stored_by).astype(jnp.float8_e4m3fn),
+        scale=jnp.asarray(stored_by),
+    )
+    wide = dataclasses.replace(wide, pool=narrow.pool.astype(jnp.float32) * stored_by)
+    run = functools.partial(call, *packed, segments, scale=SCALE)
+    expected = run(context=wide, implementation="reference")
+    assert_close(run(context=narrow, implementation=implementation), expected, LIMIT)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
