@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from k3jax.distributed.sharding import on_mesh, state_specs
 from k3jax.engine.request import SamplingParams
@@ -28,7 +28,7 @@ from k3jax.engine.sampling import (
     sample,
     wide_row,
 )
-from k3jax.errors import RequestError
+from k3jax.errors import EngineError, RequestError
 from k3jax.models.cache import (
     Batch,
     DecodeRows,
@@ -69,6 +69,7 @@ class Progress:
     lens: Int[Array, " B"]  # tokens in the cache
     left: Int[Array, " B"]  # tokens still wanted; 0 when a sequence is done
     sampling: SamplingState  # row b is sequence b's
+    finite: Bool[Array, " B"]  # so far every token was chosen from finite numbers
 
 
 def generate(
@@ -87,7 +88,7 @@ def generate(
     params: one for all sequences or one for each; `max_new_tokens` takes the place of their
     `max_tokens`, and stop tokens add to `stop_token_ids`. Several outputs, logprobs, and what needs
     a tokenizer are refused. prefill_chunk: feed the prompts in pieces of that many tokens, by one
-    program.
+    program. A model whose numbers are not finite is an `EngineError`.
     """
     input_ids, lengths = checked_prompts(input_ids, lengths, model.config.vocab_size)
     batch, width = input_ids.shape
@@ -139,6 +140,12 @@ def generate(
         keep_logits=return_logits,
         mesh=model.mesh,
     )
+    broken = np.flatnonzero(~np.asarray(progress.finite))
+    if broken.size:
+        raise EngineError(
+            f"sequences {broken.tolist()}: the model's numbers are not finite, or the sampling "
+            "parameters leave no token to choose"
+        )
     token_ids = np.concatenate([first, np.asarray(rest)], axis=1)[:, :max_new_tokens]
     kept = None
     if return_logits:
@@ -189,6 +196,7 @@ def _latest(firsts, rows):
             later.lens,
             jnp.where(mask, later.left, progress.left),
             later.sampling,
+            jnp.where(mask, later.finite, progress.finite),
         )
         row = jnp.where(mask[:, None], later_row, row)
     return progress, row
@@ -250,15 +258,16 @@ def prefill(
         hidden, cache = model.step(tokens.reshape(-1), Batch(prefill=rows), cache)
         logits = model.logits(hidden[segments.starts + jnp.maximum(lens - 1, 0)])
         total = lens if context_lens is None else context_lens + lens
-        token = sample(logits, sampling, jnp.arange(count, dtype=jnp.int32), total).token
-        return Progress(cache, token, total, _left(left, token, sampling), sampling), logits
+        choice = sample(logits, sampling, jnp.arange(count, dtype=jnp.int32), total)
+        left = _left(left, choice.token, sampling)
+        return Progress(cache, choice.token, total, left, sampling, choice.finite), logits
 
     plain, specs = PartitionSpec(), cache_specs()
     return on_mesh(
         mesh,
         run,
         (state_specs(state), specs, plain, plain, plain, plain, plain),
-        (Progress(specs, plain, plain, plain, plain), plain),
+        (Progress(specs, plain, plain, plain, plain, plain), plain),
     )(state, cache, tokens, lens, context_lens, left, sampling)
 
 
@@ -297,12 +306,13 @@ def decode(
             logits = model.logits(hidden)
             lens = progress.lens + active.astype(jnp.int32)
             sampling = observe(progress.sampling, rows, progress.last, active)
-            token = sample(logits, sampling, rows, lens).token
+            choice = sample(logits, sampling, rows, lens)
+            token, finite = choice.token, progress.finite & (choice.finite | ~active)
             out = out.at[:, i].set(jnp.where(active, token, -1))
             if keep_logits:
                 kept = kept.at[:, i].set(logits)
             left = jnp.where(active, _left(progress.left, token, sampling), 0)
-            return i + 1, Progress(cache, token, lens, left, sampling), out, kept
+            return i + 1, Progress(cache, token, lens, left, sampling, finite), out, kept
 
         def going(carry):
             return (carry[0] < num_steps) & jnp.any(carry[1].left > 0)
@@ -312,7 +322,7 @@ def decode(
         return progress, out, kept
 
     plain, specs = PartitionSpec(), cache_specs()
-    whole = Progress(specs, plain, plain, plain, plain)
+    whole = Progress(specs, plain, plain, plain, plain, plain)
     return on_mesh(mesh, run, (state_specs(state), whole, plain), (whole, plain, plain))(
         state, progress, num_steps
     )

@@ -6,7 +6,8 @@ import pytest
 
 from k3jax import K3Model, SamplingParams, generate, generation
 from k3jax.checkpoint.tiny import random_model
-from k3jax.errors import RequestError
+from k3jax.errors import EngineError, RequestError
+from tests.engine.sampling_oracle import Case, adjusted_logits
 from tests.micro import MICRO
 from tests.oracle.k3_numpy import K3
 
@@ -175,6 +176,33 @@ def test_draws_do_not_depend_on_batch_mates(run, prompts):
     np.testing.assert_array_equal(again, first[order])
     others = [params[0], SamplingParams(temperature=0), SamplingParams(seed=99)]
     np.testing.assert_array_equal(run(params=others).token_ids[0], first[0])
+
+
+def test_what_moves_logits(run, prompts):
+    """Penalties, bias, allowed tokens, min_tokens: each token is the best that they leave."""
+    params = [
+        SamplingParams(temperature=0, repetition_penalty=1.8, frequency_penalty=0.7),
+        SamplingParams(temperature=0, presence_penalty=1.5, logit_bias={3: 5.0, 4: 4.5}),
+        SamplingParams(temperature=0, allowed_token_ids=[7, 8, 9], min_tokens=4, max_tokens=16),
+    ]
+    stops = [7]
+    output = run(params=params, stop_token_ids=stops)
+    for row, length in enumerate(LENGTHS):
+        generated: list[int] = []
+        for token, logits in zip(output.token_ids[row], output.logits[row], strict=True):
+            if token >= 0:
+                case = Case(params[row], prompts[row, :length].tolist(), generated, stops)
+                assert token == adjusted_logits(logits, case).argmax()
+                generated.append(int(token))
+    assert set(output.token_ids[2]) <= {-1, 7, 8, 9} and output.num_tokens[2] >= 5
+
+
+def test_numbers_that_are_not_finite(folder, prompts):
+    model = K3Model.from_pretrained(folder)
+    weight = model.lm_head.weight
+    weight[...] = weight[...].at[0, 0].set(np.nan)
+    with pytest.raises(EngineError, match=r"sequences \[0, 1, 2\].*not finite"):
+        generate(model, prompts, lengths=LENGTHS, max_new_tokens=STEPS, return_logits=True)
 
 
 def test_seed_decides(run):

@@ -50,6 +50,10 @@ class EngineLike(Protocol):
     def num_waiting(self) -> int:
         """Requests that have no memory yet."""
 
+    @property
+    def num_free_rows(self) -> int:
+        """So many more requests may run beside those that do."""
+
 
 class Stream:
     """The steps of the outputs of one request, in the event loop that made it."""
@@ -164,8 +168,9 @@ class AsyncEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Outputs that were taken and have no memory yet."""
-        return self._num_arriving + self.engine.num_waiting
+        """Outputs that wait for others to end; those for which a row is free do not."""
+        engine = self.engine
+        return max(0, self._num_arriving + engine.num_waiting - engine.num_free_rows)
 
     # Requests.
 

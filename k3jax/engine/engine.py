@@ -36,7 +36,7 @@ from k3jax.engine.config import KDA_CHUNK, EngineConfig, EngineLimits
 from k3jax.engine.inputs import check_ids
 from k3jax.engine.output import Output, OutputStep, Version
 from k3jax.engine.programs import StepOptions
-from k3jax.engine.request import RequestOptions
+from k3jax.engine.request import RequestOptions, check_bad_word_ids
 from k3jax.engine.runner import Runner, Step
 from k3jax.engine.sampling import MAX_STOP_IDS
 from k3jax.engine.scheduler import RowOutput, Scheduler, SequenceState, Taken
@@ -159,6 +159,9 @@ class Engine:
         params.check_vocabulary(self.vocab_size)
         if params.bad_words and not output.bad_word_ids:
             raise RequestError("bad_words need a tokenizer", field="bad_words")
+        check_bad_word_ids(output.bad_word_ids)
+        for ids in output.bad_word_ids:
+            check_ids("bad_words", ids, self.vocab_size)
         if len(output.stop_token_ids) > MAX_STOP_IDS:
             raise RequestError(
                 f"{len(output.stop_token_ids)} stop tokens; at most {MAX_STOP_IDS} are possible",
@@ -224,6 +227,11 @@ class Engine:
     def num_waiting(self) -> int:
         """Requests that have no memory yet."""
         return len(self.scheduler.waiting)
+
+    @property
+    def num_free_rows(self) -> int:
+        """So many more requests may run beside those that do."""
+        return self.scheduler.num_free_rows
 
     @property
     def has_work(self) -> bool:

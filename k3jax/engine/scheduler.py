@@ -236,6 +236,11 @@ class Scheduler:
         return sequence.priority, sequence.arrival
 
     @property
+    def num_free_rows(self) -> int:
+        """So many sequences may run beside those that do."""
+        return len(self._free_rows)
+
+    @property
     def has_work(self) -> bool:
         """Some sequence has not ended."""
         return bool(self.running or self.waiting)

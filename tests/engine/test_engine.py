@@ -185,7 +185,8 @@ def test_resumed_memory_equals_computed_memory(make, page, unit):
     prompt = random.Random(3).choices(range(64), k=200)
     memories = []
     for first in ([], [prompt[:150]]):
-        engine = make(block_size=page, prefix_match_unit=unit, max_num_batched_tokens=132)
+        sizes = {"block_size": page, "prefix_match_unit": unit, "kv_pages": 40 * 64 // page}
+        engine = make(**sizes, max_num_batched_tokens=132)
         for start in first:
             case_of([*start, 1], 1).start(engine)
             run(engine)

@@ -371,6 +371,15 @@ def test_bad_requests_are_refused_and_harm_nobody(make, field, fields, options):
     neighbour.check()
 
 
+@pytest.mark.parametrize("bad", [((1,) * 9,), ((1, 2),) * 65, ((VOCAB,),)])
+def test_bad_words_as_tokens_are_checked(make, bad):
+    params = SamplingParams(bad_words=["x"])
+    output = Output([5], params, frozenset(), TextReader(None, params), bad_word_ids=bad)
+    with pytest.raises(RequestError) as refusal:
+        make().prepare(output)
+    assert refusal.value.field == "bad_words"
+
+
 def test_a_context_that_can_never_fit(make):
     """S-4: it is refused at the start where it was asked for, and lowered where it was not."""
     with pytest.raises(ConfigError, match="--max-model-len 512 exceeds the 144 tokens"):

@@ -102,6 +102,10 @@ class ScriptedEngine:
         return len(self.waiting)
 
     @property
+    def num_free_rows(self) -> int:
+        return self.max_num_seqs - len(self.running)
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 

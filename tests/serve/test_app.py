@@ -667,6 +667,14 @@ def test_a_full_queue_is_a_429():
         assert running.complete().status_code == 200
 
 
+def test_a_burst_may_fill_the_free_rows_and_the_queue():
+    """Whoever arrives while the engine is in a step waits for a row only if none is free."""
+    engine = ScriptedEngine(step_s=0.3, max_num_seqs=4)
+    with serving(engine, max_waiting=2) as running:
+        answers = in_threads(*[lambda: running.complete(max_tokens=2)] * 5)
+        assert [answer.status_code for answer in answers] == [200] * 5
+
+
 def test_requests_run_side_by_side():
     """A short request is answered while a long one goes on."""
     engine = ScriptedEngine(step_s=0.005)
