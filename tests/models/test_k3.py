@@ -424,7 +424,8 @@ def decode_jaxpr(model: K3Model) -> str:
     one = jnp.ones(3, jnp.int32)
     params = SamplingParams(temperature=np.float64(0.7), top_p=0.9)
     sampling = generation.sampling_state([params] * 3, [[1]] * 3, model.config.vocab_size)
-    progress = generation.Progress(generation.new_cache(model, 3, 22), one, one, one, sampling)
+    cache = generation.new_cache(model, 3, 22)
+    progress = generation.Progress(cache, one, one, one, sampling, jnp.ones(3, bool))
     return str(
         generation.decode.trace(
             graphdef,
